@@ -95,8 +95,8 @@ _MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ 
 
 
 ON_MACHINES = (
-    "; on real machines it also assumes that in a round at most one user of a node has the process "
-    "that computes updates end or hang"
+    "; on real machines it also assumes that in each round at most one user of a node makes the "
+    "process that computes updates crash or hang"
 )
 """What ε of a plan with a window assumes beside its accountant's own assumptions."""
 

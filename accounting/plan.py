@@ -248,13 +248,13 @@ class Plan(Checked):
         updates = min(expected + 5 * math.sqrt(expected) + 5, users)
         return updates + self.noise_of_sum(users) * (math.sqrt(dimension) + 8)
 
-    def longest_cheat(self, users: int, dimension: int) -> float:
+    def longest_cheat(self, dimension: int) -> float:
         """Returns how long a vector over C a node of one user may add to a sum that is accepted.
 
-        With more users it leaves out more noise of its own, and may add more.
+        A node of more users can also leave out their noise, so it may add more.
         """
-        noise = self.noise_of_sum(users) * math.sqrt(dimension)
-        return math.sqrt(self.longest_sum(users, dimension) ** 2 - noise**2)
+        noise = self.noise_of_sum(self.users) * math.sqrt(dimension)
+        return math.sqrt(self.longest_sum(self.users, dimension) ** 2 - noise**2)
 
     def check_dimension(self, dimension: int, of_node: int | None = None) -> None:
         """Refuses sums of a model's updates that 32 bits do not hold, or too little node noise.

@@ -131,8 +131,10 @@ class DeviceLimits(Checked):
                 f"{self.least_work_seconds:g} s (window.work_until), this one gives {work_until:g}"
             )
 
-    def check_runs(self, runs: list[RunOffered]) -> None:
-        """Refuses runs that are or cost more together than the owner accepts.
+    def check_runs(self, runs: list[RunOffered], new: bool) -> None:
+        """Refuses runs that are too many, have too many rounds, or cost too much together.
+
+        Their number and their rounds count only where one of them is new.
 
         Raises:
             RoundRefused: as `charge`; or one line that says what they would be or cost.
@@ -141,7 +143,7 @@ class DeviceLimits(Checked):
             ("runs", self.most_runs, len(runs)),
             ("rounds over all runs", self.most_rounds, sum(run.allotted for run in runs)),
         ):
-            if count > most:
+            if new and count > most:
                 raise RoundRefused(
                     f"the device's owner accepts up to {most} {name}, with this one it would be "
                     f"{count}"
@@ -312,7 +314,8 @@ class DeviceLedger:
             raise RoundRefused(f"run {run_id} was offered under another plan")
         if self.limits is not None:
             self.limits.check(plan)
-            self.limits.check_runs(runs if run_id in known else [*runs, run])
+            new = run_id not in known
+            self.limits.check_runs([*runs, run] if new else runs, new)
         return run
 
     def offered(self) -> list[RunOffered]:

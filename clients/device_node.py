@@ -17,7 +17,7 @@ from shufl.clients.device import RoundRefused
 from shufl.clients.node import Node, PreparedRound
 from shufl.clients.settings import ClientSettings
 from shufl.clients.worker import DONE, FAILED, Worker
-from shufl.shuffler import Credentials, RoundHeader, ShufflerError, generate_key_pair
+from shufl.shuffler import RoundHeader, ShufflerError, generate_key_pair
 from shufl.shuffler.wire.seeds import seal_seed
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,6 @@ class DeviceNode(Node):
                 "used",
                 *(more, users, window.most_records, window.most_records),
             )
-
-    @property
-    def _signer(self) -> Credentials:
-        return self._intakes[self.shuffler_of(self.settings.number)].credentials
 
     def _check_signer(self) -> None:
         """Refuses a key or a certificate with which no seed can be signed."""

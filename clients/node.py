@@ -348,7 +348,8 @@ class Node:
     @property
     def _signer(self) -> Credentials | None:
         """Who signs this node's seeds: nobody does in a simulation."""
-        return None
+        alone = self.settings.users is None
+        return None if alone else self._intakes[self.shuffler_of(self.settings.number)].credentials
 
     def _message(
         self, users: np.ndarray, updates: Iterable[np.ndarray], round: PreparedRound

@@ -32,8 +32,9 @@ _NUMBERS_TOGETHER = 2**22  # in their updates, and in their records, at most
 
 def raised(error: BaseException) -> str:
     """The kind of an error and the line that raised it, for a log; its text may quote a record."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return f"{type(error).__name__} ({Path(frame.f_code.co_filename).name}, line {line})"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return type(error).__name__ + place
 
 
 class Work:
@@ -46,9 +47,11 @@ class Work:
         self.model = make_model()
         self.dimension = dimension(self.model)
         self._state: ModuleState | None = None  # of the round's model
+        self._broken = False  # whether an error may have left the model as it should not be
 
     def load(self, parameters: dict[str, torch.Tensor]) -> None:
         """Begins with what a server has broadcast of its model."""
+        self._mend()
         load_sent(self.model, parameters)
         self.model.train()
         self._state = None
@@ -61,14 +64,14 @@ class Work:
     def alone(self, records: Records, seed: int, real: int | None = None) -> np.ndarray:
         """One user's update; the arguments are those of `local_update`.
 
-        Whatever this raises, the next user finds the model as this one found it.
+        Whatever this raises, the next user finds the model as this one found it: it is put back
+        before the next update, which may be in another thread.
         """
-        state = self._before()
-        try:
-            return local_update(self.model, *records, self._training, seed, state, real)
-        except BaseException:
-            self._put_back()
-            raise
+        self._mend()
+        state, self._broken = self._before(), True
+        update = local_update(self.model, *records, self._training, seed, state, real)
+        self._broken = False
+        return update
 
     def updates(
         self, records: Sequence[Records], seeds: np.ndarray
@@ -83,7 +86,7 @@ class Work:
             try:
                 updates = self._at_once(records, seeds)
             except ERRORS as error:  # above all: a model that draws random numbers
-                self._put_back()
+                self._broken = True
                 log.info("updates are computed one by one: %s", raised(error))
             else:
                 yield from updates
@@ -113,12 +116,15 @@ class Work:
             self._state = ModuleState(self.model)
         return self._state
 
-    def _put_back(self) -> None:
+    def _mend(self) -> None:
         """Puts the model back after an error, or else makes it anew."""
+        if not self._broken:
+            return
+        self._broken = False
         try:
             if self._state is not None:
                 self._state.restore()
-        except Exception:  # whatever a part of the model raises when it is put back
+        except Exception:  # putting the model back may raise anything
             del self.model  # so that nobody sees what is in it, if no other can be made
             self.model = self._make_model()
             self.load(self._parameters)

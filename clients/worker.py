@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -42,6 +43,8 @@ _SHARES = 3
 
 _MARGIN = 1.25  # of what a round needs: its announcement takes a while to come
 _LONG = 1e6  # seconds
+_LOOK_SECONDS = 1.0  # after which the parent looks whose update takes too long, at most
+_TOO_LONG = "it takes too long"
 _PROCESSES = multiprocessing.get_context("forkserver")  # which has imported torch
 _PROCESSES.set_forkserver_preload([__name__])
 
@@ -152,15 +155,20 @@ class Worker:
             self._child.process.kill()
             self._child.process.join()
 
+    @property
+    def needed(self) -> float:
+        """The least `work_until` of a window, in seconds."""
+        return _MARGIN * self.seconds
+
     def check(self, window: Window) -> None:
         """Refuses a window in which the work cannot be done.
 
         Raises:
             ValueError: it is too short.
         """
-        if (needed := _MARGIN * self.seconds) > window.work_until:
+        if self.needed > window.work_until:
             raise ValueError(
-                f"window.work_until must be at least {rounded_up(needed, 3)} on this machine, "
+                f"window.work_until must be at least {rounded_up(self.needed, 3)} on this machine, "
                 f"{_MARGIN * _SHARES:g} times as long as the updates of {len(self.states)} users "
                 f"take, got {window.work_until:g}"
             )
@@ -210,7 +218,8 @@ class Worker:
 
         Returns when all are done, after `seconds`, or when a newer round begins: why the updates
         that failed did, by user. A user whose update ends the child, or takes longer than a third
-        of `seconds`, has failed; a new child goes on with the others.
+        of `seconds`, has failed; a new child goes on with the others. It is the parent who looks at
+        the time, so that a model cannot switch that off.
 
         Raises:
             OSError: the machine starts no child; then none is done.
@@ -226,29 +235,53 @@ class Worker:
         until = time.monotonic() + seconds
         self._over = over
         named = {name: value.numpy() for name, value in parameters.items()}
-        given = named, seeds, seconds / _SHARES
+        given, longest = (named, seeds), seconds / _SHARES
         while not over.is_set() and (self.states == TO_DO).any():
             child = self._child
             try:
                 if not child.is_ready:
-                    _hear(child, until, failed)
+                    self._hear(until, longest, failed)
                     child.is_ready = True
                 child.pipe.send(given)
-                _hear(child, until, failed)
+                self._hear(until, longest, failed)
             except TimeoutError:
                 if child.is_ready:  # else it is still starting
                     self._restart(child)
                 break
-            except (EOFError, OSError):
+            except (EOFError, OSError) as error:
                 if not over.is_set():
                     lost, self.states[lost] = self.states == AT_WORK, FAILED
                     self._restart(child)
-                    failed |= dict.fromkeys(np.flatnonzero(lost).tolist(), _end_of(child))
+                    why = f"the process ended with {child.process.exitcode}"
+                    why = _TOO_LONG if error.args == (_TOO_LONG,) else why
+                    failed |= dict.fromkeys(np.flatnonzero(lost).tolist(), why)
                     if not child.is_ready:
-                        raise ChildProcessError(f"{_end_of(child)} when it started") from None
+                        raise ChildProcessError(f"{why} when it started") from None
         if self._over is over:
             self._over = None
         return failed
+
+    def _hear(self, until: float, longest: float, failed: dict[int, str]) -> None:
+        """Waits for the child's next message that is not why an update fails, which is noted.
+
+        Raises:
+            EOFError, OSError: the child has ended, or one user is at work for longer than that.
+            TimeoutError: there is none in time.
+        """
+        child, at_work, since = self._child, -1, 0.0
+        while True:
+            left = max(0.0, until - time.monotonic())
+            if child.pipe.poll(min(left, longest / 8, _LOOK_SECONDS)):
+                if (said := child.pipe.recv()) is None:
+                    return
+                failed[said[0]] = said[1]
+            user, now = int(np.argmax(self.states == AT_WORK)), time.monotonic()
+            if user != at_work or self.states[user] != AT_WORK:
+                at_work, since = user, now
+            elif now - since > longest:
+                raise EOFError(_TOO_LONG)
+            if now >= until:
+                raise TimeoutError
 
     def _restart(self, child: _Child) -> None:
         with self._lock:
@@ -267,27 +300,6 @@ class Worker:
         return _Child(process, ours)
 
 
-def _hear(child: _Child, until: float, failed: dict[int, str]) -> None:
-    """Waits for the child's next message that is not why an update fails, which is noted.
-
-    Raises:
-        EOFError, OSError: the child has ended.
-        TimeoutError: there is none in time.
-    """
-    while child.pipe.poll(max(0.0, until - time.monotonic())):
-        if (said := child.pipe.recv()) is None:
-            return
-        user, why = said
-        failed[user] = why
-    raise TimeoutError
-
-
-def _end_of(child: _Child) -> str:
-    """Why a child has ended by itself."""
-    code = child.process.exitcode
-    return "it takes too long" if code == -signal.SIGALRM else f"the process ended with {code}"
-
-
 def _serve(
     pipe: Connection,
     make_model: Callable[[], nn.Module],
@@ -296,31 +308,34 @@ def _serve(
     memory: _Memory,
 ) -> None:
     """What the child does."""
-    torch.set_flush_denormal(True)  # a processor takes longer for denormal numbers
-    torch.set_num_threads(threads)
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the parent
         signal.signal(number, signal.SIG_IGN)
     work = Work(make_model, training, together=False)
     try:
         while True:
             pipe.send(None)
-            parameters, seeds, longest = pipe.recv()
+            parameters, seeds = pipe.recv()
             work.load({name: torch.from_numpy(each) for name, each in parameters.items()})
-            compute(work, memory, seeds, pipe.send, longest)
+            given, more = (work, memory, seeds, pipe.send), True
+            while more:  # what a model switches on or off in torch is of the thread that it ran in
+                with ThreadPoolExecutor(1, initializer=_set_up, initargs=(threads,)) as thread:
+                    more = thread.submit(compute, *given).result()
     except (EOFError, BrokenPipeError):  # the parent has ended
         return
 
 
-def compute(
-    work: Work,
-    memory: _Memory,
-    seeds: np.ndarray,
-    tell: Callable[[tuple[int, str]], None],
-    longest: float = 0.0,
-) -> None:
-    """Computes what is to do. `tell` is told of each user whose update fails, and why.
+def _set_up(threads: int) -> None:
+    torch.set_flush_denormal(True)  # a processor takes longer for denormal numbers
+    torch.set_num_threads(threads)
 
-    An update that takes more than `longest` seconds ends this process; 0: none does.
+
+def compute(
+    work: Work, memory: _Memory, seeds: np.ndarray, tell: Callable[[tuple[int, str]], None]
+) -> bool:
+    """Computes what is to do, until an update fails: then `tell` is told whose, and why.
+
+    Returns:
+        Whether there is more to do.
     """
     features, labels = (
         torch.from_numpy(each.mapped()) for each in (memory.features, memory.labels)
@@ -328,13 +343,12 @@ def compute(
     real, updates, states = memory.real.mapped(), memory.updates.mapped(), memory.states.mapped()
     for user in np.flatnonzero(states == TO_DO).tolist():
         states[user] = AT_WORK
-        signal.setitimer(signal.ITIMER_REAL, longest)  # its signal ends a process
         try:
             records = features[user], labels[user]
             updates[user] = work.alone(records, int(seeds[user]), int(real[user]))
         except BaseException as error:  # whatever its records have the model raise
             states[user] = FAILED
             tell((user, raised(error)))
-        else:
-            states[user] = DONE
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
+            break
+        states[user] = DONE
+    return bool((states == TO_DO).any())

@@ -177,7 +177,7 @@ class _Examination:
             with self.look(
                 "work", "a longer window.work_until, or mend data in node.toml"
             ) as shown:
-                shown.append(f"of a round needs {check_work(site, *data):.2g} s of its window")
+                shown.append(f"needs a window.work_until of {check_work(site, *data):.2g} s")
         with self.look(
             "owner's limits",
             "nothing, if no further run is meant; else device.toml, if its owner agrees",
@@ -336,9 +336,9 @@ def _check_limits(site: NodeSite) -> None:
     (path, limits), plan = read_device(Path(site.device)), agreed_plan(load(site.config))
     limits.check(plan)
     runs = runs_of(path, limits)
-    if not any(run.plan == plan and run.offered < run.allotted for run in runs):
+    if new := not any(run.plan == plan and run.offered < run.allotted for run in runs):
         runs.append(RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
-    limits.check_runs(runs)
+    limits.check_runs(runs, new)
 
 
 def _answer_date(address: str, tls: ssl.SSLContext) -> datetime.datetime:

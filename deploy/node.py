@@ -78,7 +78,7 @@ def check_data(
     make_model = model_maker(config, form)
     check_report_size(config, plan, dimension(make_model()), site.users)
     load_users = _records(site, folder, config, plan)
-    with readers_code("data: the records cannot be read", quote=False):
+    with readers_code("data: the records cannot be read", quote=()):
         records = load_users()
     for user in range(site.users):
         _check_records(records, user, form)
@@ -118,7 +118,7 @@ def check_work(
         worker.check(window)
         worker.fill(records)
         worker.check_records(window)
-        return worker.seconds
+        return worker.needed
 
 
 def _form(site: NodeSite, config: Config) -> Form:
@@ -189,11 +189,11 @@ def _records(
 def _without_quotes(load_users: Callable[[], UserRecords]) -> UserRecords:
     """What gives the records that were checked before; if it fails now, its error quotes none."""
     failure = "data: the records cannot be read any more"
-    with readers_code(failure, quote=False):
+    with readers_code(failure, quote=()):
         records = load_users()
 
     def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with readers_code(failure, quote=False):
+        with readers_code(failure, quote=()):
             return records(user)
 
     return read
@@ -266,7 +266,7 @@ def _check_records(records: UserRecords, user: int, form: Form) -> None:
         mistake = _mistake(features, labels, form.input_type, form.label_type)
     except READERS_ERRORS as error:
         raise ConfigError(
-            f"data: the records of user {user} cannot be read: {one_line(error, quote=False)}"
+            f"data: the records of user {user} cannot be read: {one_line(error, quote=())}"
         ) from error
     if mistake:
         raise ConfigError(f"data: the records of user {user} {mistake}")

@@ -26,7 +26,7 @@ from shufl.shuffler import (
     decode_report,
     empty_report,
 )
-from shufl.shuffler.wire.seeds import Seed, read_seed
+from shufl.shuffler.wire.seeds import read_seed
 
 if TYPE_CHECKING:
     from shufl.accounting import PrivacyPlan
@@ -115,12 +115,12 @@ class SpoiledBatch(RuntimeError):
     """What a shuffler has released is not what honest parties make.
 
     Attributes:
-        users: how many users' sum was looked at, if it was.
+        reports: of a sum whose length was looked at, how many users are in it.
     """
 
-    def __init__(self, why: str, users: int = 0):
+    def __init__(self, why: str, reports: int = 0):
         super().__init__(why)
-        self.users = users
+        self.reports = reports
 
 
 def aggregate_sum(
@@ -151,19 +151,22 @@ def aggregate_sum(
         raise SpoiledBatch(f"a sum must have {4 * dimension} bytes, got {len(vector)}")
     total = np.frombuffer(vector, dtype="<u4").astype(np.uint32)
     users, opener = 0, ReportOpener(private_key)
-    left = dict(expected.users) if expected is not None else {}
-    for sealed in parts:
-        seed = _open_seed(opener, sealed, header, expected.authority if expected else None)
-        most = left.pop(seed.node, 0) if expected is not None else plan.users
-        if seed.users > most:
-            raise SpoiledBatch(
-                f"a seed of {seed.node or 'a node'} stands for {seed.users} users, and may for "
-                f"{most}"
-            )
-        users += seed.users
-        if users > plan.users:  # also ends a release without end
-            raise SpoiledBatch(f"seeds stand for more users than the plan has, {plan.users}")
-        total -= mask(seed.seed, dimension)
+    left, authority = (dict(expected.users), expected.authority) if expected else ({}, None)
+    try:
+        for sealed in parts:
+            seed = read_seed(opener.open(sealed, header), header, authority)
+            if expected and seed.users > (most := left.pop(seed.node, 0)):
+                raise SpoiledBatch(
+                    f"a seed of {seed.node} stands for {seed.users} users, {most} are allowed"
+                )
+            users += seed.users
+            if users > plan.users:  # also ends a release without end
+                raise SpoiledBatch(f"seeds stand for more users than the plan has, {plan.users}")
+            total -= mask(seed.seed, dimension)
+    except ReportRejected as rejected:
+        raise SpoiledBatch(f"a seed does not open: {rejected.reason.name}") from None
+    except ValueError as error:
+        raise SpoiledBatch(f"a seed is refused: {error}") from None
     if users < plan.fewest_present:
         raise SpoiledBatch(
             f"seeds must stand for at least {plan.fewest_present} users, got {users}"
@@ -180,17 +183,6 @@ def aggregate_sum(
     unit = unit_of_sums(plan.mechanism.clip_norm, dimension)
     estimate = (whole * (unit / (users * plan.check_in_rate))).astype(np.float32)
     return Aggregate(estimate, users, 0, {}, length / steps_of_sums(1.0, dimension))
-
-
-def _open_seed(
-    opener: ReportOpener, sealed: bytes, header: RoundHeader, authority: bytes | None
-) -> Seed:
-    try:
-        return read_seed(opener.open(sealed, header), header, authority)
-    except ReportRejected as rejected:
-        raise SpoiledBatch(f"a seed does not open: {rejected.reason.name}") from None
-    except ValueError as error:
-        raise SpoiledBatch(f"a seed is refused: {error}") from None
 
 
 def aggregate_reports(

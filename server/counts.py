@@ -23,7 +23,6 @@ class Counts:
         self._excess: dict[int, float] = defaultdict(float)
         self._variance: dict[int, float] = defaultdict(float)
         self._short: dict[int, float] = defaultdict(float)
-        self._shortest: dict[int, float] = defaultdict(float)
 
     def add(self, shuffler: int, reports: int, users: int) -> None:
         """Counts a released batch: binomially many users' reports, and Poisson many blankets."""
@@ -37,13 +36,12 @@ class Counts:
         `length` is that of the sum with all its noise, the server's too, over C. Its square in
         units of the noise is at least chi-squared with d degrees of freedom. What is missing adds
         up, in standard deviations, from the round on in which it began (a cumulative sum, Page
-        1954, with 1/2 as its reference value). Its exponential is a supermartingale while all add
-        their noise, since that law's lower tail is below a Gaussian's.
+        1954, with 1/2 as its reference value). From any round on, the exponential of what adds up
+        is a supermartingale while all add their noise: that law's lower tail is below a Gaussian's.
         """
         if noise := self._plan.noise_of_sum(users):
             missing = (dimension - (length / noise) ** 2) / math.sqrt(2.0 * dimension)
             self._short[shuffler] = max(self._short[shuffler] + missing - 0.5, 0.0)
-            self._shortest[shuffler] = max(self._shortest[shuffler], self._short[shuffler])
 
     @property
     def doubt(self) -> str:
@@ -57,11 +55,11 @@ class Counts:
                     f"{'more' if excess > 0 else 'fewer'} than expected, "
                     f"{abs(deviations):.1f} standard deviations: ask its operator"
                 )
-        for shuffler, short in sorted(self._shortest.items()):
+        for shuffler, short in sorted(self._short.items()):
             if short >= _MOST_SHORT:
                 lines.append(
-                    f"shuffler {shuffler + 1} released sums that are shorter than their noise, by "
-                    f"{short:.0f} standard deviations: ask its operator and the nodes' owners "
+                    f"shuffler {shuffler + 1} released sums that are shorter than their noise "
+                    f"({short:.0f} where 25 is allowed): ask its operator and the nodes' owners "
                     "whether all add noise"
                 )
         return "; ".join(lines)

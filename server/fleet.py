@@ -66,7 +66,7 @@ def read_node(said: dict[str, Any], shufflers: int, mixing: Mixing = "shuffle") 
             f"node {number} must report to shuffler {right} of {shufflers}, it said {shuffler}"
         )
     version = said.get("sums", 1)
-    if mixing == "sum" and (type(version) is not int or version != SUM_VERSION):
+    if mixing == "sum" and version != SUM_VERSION:
         newer = type(version) is int and version > SUM_VERSION
         older = "this server" if newer else "the node"
         raise ValueError(

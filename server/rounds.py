@@ -234,16 +234,7 @@ class RoundLoop:
 
         def open_at(number: int) -> bytes:
             self._unended[number] = round
-            try:
-                return self._shufflers[number].open_round(header.run_id, round, digest, public_key)
-            except ShufflerRefused as refused:
-                if refused.reason is Refusal.MALFORMED and plan.mixing == "sum":
-                    raise ShufflerRefused(
-                        refused.reason,
-                        f"{refused.detail}: shuffler and server must have the same "
-                        "version of shufl",
-                    ) from None
-                raise
+            return self._shufflers[number].open_round(header.run_id, round, digest, public_key)
 
         nonces = self._at_each(list(self._ready), open_at, lost)
         nodes = sorted(node for number in nonces for node in self._ready[number])
@@ -277,7 +268,7 @@ class RoundLoop:
                         doubts.append(f"round {round}, shuffler {number + 1}: {part}")
                         log.warning("%s", doubts[-1])
                     if plan.mixing == "sum":  # what nodes have sealed, not what a shuffler says
-                        there[number] = getattr(part, "reports", getattr(part, "users", 0))
+                        there[number] = part.reports
         del private_key  # overwritten: nobody can open this round's reports again
         outcomes = [_OUTCOMES[each.outcome] for each in closed.values()]
         outcome: RoundOutcome = (
@@ -307,7 +298,7 @@ class RoundLoop:
             least = self.settings.plan.fewest_present if releasable else 0
             if not least <= each.senders <= most:
                 lost[number] = ShufflerError(
-                    f"it says that {each.senders} users sent: {least} to {most} may"
+                    f"it says that {each.senders} users sent; possible are {least} to {most}"
                 )
                 log.warning("shuffler %d: %s", number + 1, lost[number])
                 yield number

@@ -215,7 +215,7 @@ def _try_task(experiment: Experiment) -> None:
     dataset = experiment.dataset
     features, labels = dataset.inputs(dataset.test_features[:10]), dataset.test_labels[:10]
     failure = f"data.task {name} cannot measure the model on test records"
-    with readers_code(failure, quote=False):
+    with readers_code(failure, quote=()):
         found = evaluate(experiment.make_model(), features, labels, task.metrics)
         numbers = {str(metric): float(value) for metric, value in found.items()}
     if task.score not in numbers:

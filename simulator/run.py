@@ -311,11 +311,11 @@ def _mixed(plan: PrivacyPlan, parameters: int) -> str:
     """What is added to users' reports; with sums what that gives and takes."""
     if plan.mixing == "shuffle":
         return f"{rounded_up(plan.shuffler_blankets, 6)} blankets a round expected"
-    most = plan.longest_cheat(plan.users, parameters)
+    most = rounded_down(plan.longest_cheat(parameters), 3)
     return (
         f"sums with noise of {rounded_up(plan.noise_of_sum(plan.least_present))} C: all users "
         "send, no report can be looked at, and one cheating node can spoil a round, or add "
-        f"{rounded_down(most, 3)} C to its sum or more"
+        f"{most} C to its sum (of more than one user: more)"
     )
 
 

@@ -144,16 +144,20 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{kind} must be one of {', '.join(known)}, or module:callable, got {name}"
         )
-    with readers_code(f"{kind} {name} could not be imported", quote=False):
+    with readers_code(f"{kind} {name} could not be imported", quote=_OF_IMPORTS):
         return pkgutil.resolve_name(meant)
 
 
+Kinds = tuple[type[BaseException], ...]
+_OF_IMPORTS = ImportError, AttributeError, NameError, SyntaxError
+
+
 @contextmanager
-def readers_code(failure: str, quote: bool = True) -> Iterator[None]:
+def readers_code(failure: str, quote: Kinds = (BaseException,)) -> Iterator[None]:
     """Runs code of the reader's, of which every error is one line.
 
-    `quote` is false for code that has users' records, whose errors may quote one: of these the line
-    says the kind and where it was raised.
+    `quote` has the kinds of errors whose texts are in the line: none, `()`, for code that has
+    users' records, whose errors may quote one. Of others the line says the kind and the place.
 
     Raises:
         ConfigError: `failure`, and what the code raised; or a ConfigError that it raised.
@@ -166,26 +170,22 @@ def readers_code(failure: str, quote: bool = True) -> Iterator[None]:
         raise ConfigError(f"{failure}: {one_line(error, quote)}") from error
 
 
-_NAMES_ALONE = ImportError, AttributeError, NameError, SyntaxError, ConfigError
-"""Errors of Python whose texts quote code and no values."""
-
-
-def one_line(error: BaseException, quote: bool = True) -> str:
+def one_line(error: BaseException, quote: Kinds = (BaseException,)) -> str:
     """What an exception says, in one printable line; its kind if it says nothing.
 
     If it comes from code of the reader's, also from which file and line. `quote` is as for
     `readers_code`.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    quote = quote or isinstance(error, _NAMES_ALONE)
+    quoted = isinstance(error, quote)
     if isinstance(error, TypeError) and frames:  # of a call of ours that does not fit
-        quote = quote or Path(frames[-1][0].f_code.co_filename).is_relative_to(_OURS)
-    said = lines.one_line(str(error)) if quote else ""
+        quoted = quoted or Path(frames[-1][0].f_code.co_filename).is_relative_to(_OURS)
+    said = lines.one_line(str(error)) if quoted else ""
     if isinstance(error, SystemExit):
-        code = error.code if quote or not isinstance(error.code, str) else ...
-        said = f"it calls sys.exit({code!r})".replace("Ellipsis", "…")
-    elif not quote and isinstance(error, OSError) and error.strerror and error.filename:
-        said = lines.one_line(f"{error.strerror}: {error.filename}")
+        code = repr(error.code) if quoted or isinstance(error.code, int | None) else "…"
+        said = f"it calls sys.exit({code})"
+    elif not quoted and isinstance(error, OSError):
+        said = error.strerror or ""
     said = said or type(error).__name__
     for frame, line in reversed(frames):
         path = Path(frame.f_code.co_filename)

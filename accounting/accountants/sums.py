@@ -44,19 +44,19 @@ class SumDistributedAccountant(SumAccountant):
 
     Guarantee:
         ε holds for every pair of neighbouring datasets, in any dimension, against server, other
-        users, whoever sees the models, and a shuffler that follows the protocol, on real machines
-        any shuffler, where n counts no user of nodes of its own; assumes that n users add noise
-        every round which the adversary does not know, that the user's own device flips its coin,
-        and that shuffler and server do not collude.
+        users and whoever sees the models; in a simulation also against a shuffler that follows the
+        protocol, on real machines against any shuffler, if n leaves out the users of its own nodes;
+        assumes that n users add noise every round which the adversary does not know, that the
+        user's own device flips its coin, and that shuffler and server do not collude.
     """
 
     name = "sum-distributed"
     covers = (
-        "every pair of neighbouring datasets, in any dimension, against server, other users, "
-        "whoever sees the models, and a shuffler that follows the protocol, on real machines any "
-        "shuffler, where n counts no user of nodes of its own; assumes that n users add noise "
-        "every round which the adversary does not know, that the user's own device flips its "
-        "coin, and that shuffler and server do not collude"
+        "every pair of neighbouring datasets, in any dimension, against server, other users and "
+        "whoever sees the models; in a simulation also against a shuffler that follows the "
+        "protocol, on real machines against any shuffler, if n leaves out the users of its own "
+        "nodes; assumes that n users add noise every round which the adversary does not know, "
+        "that the user's own device flips its coin, and that shuffler and server do not collude"
     )
 
     def _noise(self, event: Summed) -> float:
@@ -70,8 +70,8 @@ class SumCentralAccountant(SumAccountant):
     Guarantee:
         ε holds for every pair of neighbouring datasets, in any dimension, whoever else takes part,
         against server, shuffler, other users and whoever sees the models; assumes that the user's
-        own device flips its coin, that shuffler and server both add their noise every round, or
-        the one that is not the adversary does, and that they do not collude.
+        own device flips its coin, that whichever of shuffler and server is honest adds its noise
+        every round, and that they do not collude.
     """
 
     name = "sum-central"
@@ -79,8 +79,8 @@ class SumCentralAccountant(SumAccountant):
     covers = (
         "every pair of neighbouring datasets, in any dimension, whoever else takes part, against "
         "server, shuffler, other users and whoever sees the models; assumes that the user's own "
-        "device flips its coin, that shuffler and server both add their noise every round, or the "
-        "one that is not the adversary does, and that they do not collude"
+        "device flips its coin, that whichever of shuffler and server is honest adds its noise "
+        "every round, and that they do not collude"
     )
 
     def _noise(self, event: Summed) -> float:

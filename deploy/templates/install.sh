@@ -4,7 +4,8 @@
 # `install.sh modes`, as in a container, gives the files their owners and modes, and does no more.
 # The account shufl can write to this folder. So what lies here is read, and gets its modes, with that account's rights,
 # and root follows no link and no second name of a file. What root reads later is copied to /etc. For the same reason,
-# whoever no longer trusts that account runs this file as `shufl provision` made it, and not the one that lies here.
+# whoever no longer trusts that account takes this file, the units (*.service), nginx.conf and nftables.conf anew, as
+# `shufl provision` made them: root installs the units and the rules that lie here.
 set -eu
 cd "$$(dirname "$$0")"
 here=$$(pwd -P)
@@ -51,7 +52,8 @@ for each in ./* ./.[!.]*; do
 done
 (
     enter .venv
-    [ "$$(stat -c %u .)" != "$$(stat -c %u ..)" ] || fail ".venv belongs to the account shufl: make it anew"
+    owner=$$(stat -c %u .)
+    [ "$$owner" = 0 ] || [ "$$owner" = "$${SUDO_UID:-0}" ] || fail ".venv is neither root's nor yours: make it anew"
     chown -R root:root .
     chmod -R u=rwX,go=rX .
 )

@@ -17,7 +17,7 @@ from shufl.shuffler.store.batch import Batch, Slot
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _Pieces = Iterator[tuple[slice, np.ndarray]]
-"""Whole numbers for some places of a vector after the other."""
+"""Consecutive pieces of a vector: which places, and their whole numbers."""
 
 
 class SummedBatch(Batch):

@@ -152,22 +152,21 @@ class ControlClient(Connection):
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():
             answers = Answers(stub.Release(request), ahead=1)
-        pieces: list[bytes] = []
+        pieces = bytearray()
         try:
             while True:
                 with self.errors():
                     chunk = answers.next(time.monotonic() + self.timeout)
                 if chunk is None:
                     return
-                in_pieces = bool(chunk.more or pieces)
-                if not (chunk.sealed and all(chunk.sealed)) or (in_pieces and chunk.sealed[1:]):
+                if not (chunk.sealed and all(chunk.sealed)):
                     raise ShufflerError("what it releases is no report")
-                if in_pieces:
-                    pieces += chunk.sealed
-                    if sum(map(len, pieces)) > MAX_REPORT_BYTES:
+                if chunk.more or pieces:
+                    pieces += b"".join(chunk.sealed)
+                    if len(pieces) > MAX_REPORT_BYTES:
                         raise ShufflerError("what it releases is longer than any report")
                     if not chunk.more:
-                        yield b"".join(pieces)
+                        yield bytes(pieces)
                         pieces.clear()
                 else:
                     yield from chunk.sealed

@@ -6,10 +6,10 @@ node out of a sum, cannot make the server believe that more users are in it than
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -93,8 +93,8 @@ def read_seed(payload: bytes, header: RoundHeader, authority: bytes | None) -> S
         raise ValueError("it stands for no user")
     if authority is None:
         return Seed(seed, users, "")
-    caller, key = _signer(payload[_START.size :][:length], authority)
-    if caller is None or caller.expired:
+    caller, key = _signer(payload[_START.size :][:length], authority) or (None, None)
+    if caller is None or key is None or caller.expired:
         raise ValueError("no node with a valid certificate has signed it")
     try:
         key.verify(signature, _signed(seed, users, header), _ALGORITHM)
@@ -109,16 +109,17 @@ def read_seed(payload: bytes, header: RoundHeader, authority: bytes | None) -> S
 
 
 @functools.lru_cache(maxsize=2**16)
-def _signer(certificate: bytes, authority: bytes) -> tuple[Caller | None, Any]:
+def _signer(
+    certificate: bytes, authority: bytes
+) -> tuple[Caller, ec.EllipticCurvePublicKey] | None:
     """The node that a certificate (DER) of the authority names, and its key; None: it is none."""
-    try:
+    with contextlib.suppress(Exception):  # whatever cryptography raises for made-up bytes
         loaded = x509.load_der_x509_certificate(certificate)
         key, caller = loaded.public_key(), caller_of(loaded.public_bytes(Encoding.PEM))
-    except Exception:  # whatever cryptography raises for bytes that somebody has made up
-        return None, None
-    if caller is None or caller.role is not Role.NODE or not caller.is_of(authority):
-        return None, None
-    return (caller, key) if isinstance(key, ec.EllipticCurvePublicKey) else (None, None)
+        of_node = caller is not None and caller.role is Role.NODE and caller.is_of(authority)
+        if caller is not None and of_node and isinstance(key, ec.EllipticCurvePublicKey):
+            return caller, key
+    return None
 
 
 def _signed(seed: bytes, users: int, header: RoundHeader) -> bytes:

@@ -245,7 +245,7 @@ def load_dataset(name: str | RecordFile) -> Dataset:
         ConfigError: it is not available, its archive does not verify, or it is no dataset.
     """
     make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
-    with readers_code(f"data.dataset {name} could not be loaded", quote=False):
+    with readers_code(f"data.dataset {name} could not be loaded", quote=()):
         dataset = make() if callable(make) else make
         if isinstance(dataset, Dataset):
             dataset = _without_numpy(dataset)

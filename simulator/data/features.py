@@ -119,7 +119,7 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     """
     make = find("data.features", name, FEATURES)
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
-    with readers_code(failure, quote=False), torch.no_grad():
+    with readers_code(failure, quote=()), torch.no_grad():
         features = make(records.clone())  # which it may change
     if wrong := wrong_tensor(features, torch.float32):
         raise ConfigError(f"data.features {name} must give {wrong}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Hashable, Iterable, Sequence
+from decimal import Decimal
 from types import NoneType
 from typing import Any
 from uuid import UUID
@@ -15,20 +16,22 @@ from shufl.accounting.validation import ConfigError
 
 _IDS = {str, bytes, int, UUID}  # exactly these: a subclass may compare in its own way
 _MISSING = {
-    *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
-    *("<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"),
+    *("", "-", ".", "#n/a", "#n/a n/a", "#na", "-1.#ind", "-1.#qnan", "-nan", "1.#ind", "1.#qnan"),
+    *("<na>", "n/a", "na", "nan", "nat", "none", "null"),
 }
-"""What readers of files take for a missing value, and what `str` makes of one."""
+"""What readers of files take for a missing value, and what `str` makes of one, in any capitals."""
 
-_INVISIBLE = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f"  # and yet "printable"
+_INVISIBLE = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\U00016fe4\U0001d159"
 _SELECTORS = [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)]  # of a variant of a character
 _DRAWN: dict[int, str | None] = {
-    **dict.fromkeys(map(ord, '"\u201c\u201d\r' + _INVISIBLE), None),
+    **dict.fromkeys(map(ord, '"\u201c\u201d\u201e\u201f\u00ab\u00bb\\\r' + _INVISIBLE), None),
     **dict.fromkeys(_SELECTORS, None),
-    **dict.fromkeys(range(0x2010, 0x2016), "-"),
-    **dict.fromkeys(map(ord, "\u2018\u2019\u02bc"), "'"),
-    **{0x2212: "-", 0x2800: " "},
+    **dict.fromkeys([*range(0x2010, 0x2016), 0x2D7, 0x2043, 0x2212], "-"),
+    **dict.fromkeys(map(ord, "\u2018\u2019\u201a\u201b\u02b9\u02bc\u2032\u00b4`"), "'"),
+    0x2800: " ",
 }
+_NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)(\.\d*)?([eE][+-]?\d{1,2})?", re.ASCII)
+_UUID = re.compile(r"(urn:uuid:)?\{?[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}\}?")
 _BINARY = re.compile(r"[\0-\x08\x0e-\x1f\x7f]")
 
 
@@ -38,15 +41,16 @@ def looks(text: str) -> str:
     Capitals, leading zeros and letters of other scripts make a difference.
     """
     if text.isascii() and text.isprintable():  # most are, and the rest takes ten times as long
-        return " ".join(text.replace('"', "").split())
-    drawn = unicodedata.normalize("NFKC", text).translate(_DRAWN)
+        drawn = text.replace('"', "").replace("\\", "").replace("`", "'")
+        return " ".join(drawn.split()).strip("'")
+    drawn = unicodedata.normalize("NFKC", text.translate(_DRAWN)).translate(_DRAWN)
     seen = "".join(each if each.isprintable() else " " * each.isspace() for each in drawn)
-    return " ".join(unicodedata.normalize("NFKC", seen).split())
+    return " ".join(unicodedata.normalize("NFKC", seen).split()).strip("'")
 
 
 def spelt(value: object) -> str:
     """A value in ASCII, in which all that differs can be seen; at most 100 characters."""
-    text = ascii(value)
+    text = ascii(value).replace("  ", " \\x20")
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
@@ -94,7 +98,7 @@ def number_users(
     numbers: dict[Hashable, int] = {}
     own = np.array([numbers.setdefault(each, len(numbers)) for each in ids], dtype=np.int64)
     seen = {each: _seen(each) for each in numbers}
-    if none := [numbers[each] for each, look in seen.items() if look in _MISSING]:
+    if none := [numbers[each] for each, look in seen.items() if look == ""]:
         raise ConfigError(
             f"{what} must say whose each record is, got no id "
             f"{where(np.isin(own, none), place, first)} (blank, or text that stands for a missing "
@@ -144,13 +148,29 @@ def _seen(value: Any) -> Hashable:
     """What a reader sees of an id; empty if it is missing."""
     if type(value) is tuple:
         parts = tuple(map(_seen, value))
-        return "" if _MISSING.intersection(parts) else parts or ""
+        return "" if "" in parts else parts[0] if len(parts) == 1 else parts
     if value is None:
         return ""
     if type(value) is bytes:
+        value = value.rstrip(b"\0")
         try:
             text = value.decode()
         except UnicodeDecodeError:
             return value
-        return value if _BINARY.search(text) else looks(text)
-    return looks(str(value))
+        return value if _BINARY.search(text) else _meant(text)
+    return value if type(value) is int else _meant(str(value))
+
+
+def _meant(text: str) -> Hashable:
+    """What a text looks like; a number or a UUID by its value, and empty if it is missing.
+
+    Numbers that begin with 0 are texts: 007 is not 7.
+    """
+    look = looks(text)
+    if look.casefold() in _MISSING:
+        return ""
+    if _NUMBER.fullmatch(look):
+        return int(number) if (number := Decimal(look)) == int(number) else number
+    if _UUID.fullmatch(look):
+        return UUID(look).hex
+    return look

@@ -349,7 +349,7 @@ def _carried(dataset: GivenDataset, model: GivenModel) -> dict[str, Carried]:
     if dataset is not None:
         name = _name_of(dataset)
         if callable(dataset):
-            with readers_code(f"dataset {name} could not be made", quote=False):
+            with readers_code(f"dataset {name} could not be made", quote=()):
                 dataset = dataset()
         carried["data.dataset"] = Carried(name, dataset)
     if model is not None:

@@ -241,7 +241,8 @@ def test_hostile_code_changes_nothing_of_the_owner_s(said):
 
 
 def test_hostile_code_gets_constant_answers_through_the_socket(said):
-    assert said["honest query"] == {"acknowledgement": {"number": 0, "users": 3, "shuffler": 0}}
+    about = {"number": 0, "users": 3, "shuffler": 0, "sums": 2}
+    assert said["honest query"] == {"acknowledgement": about}
     refused = "FAILED_PRECONDITION: "
     assert said["junk"] == f"{refused}the message is malformed"
     assert said["nothing"] == f"{refused}a message must have the records round, and no others"

@@ -145,6 +145,16 @@ def test_users_who_add_no_noise_are_to_be_taken_off_those_of_a_sum(shuffler):
 
 
 @pytest.mark.slow
+def test_users_who_add_no_noise_leave_that_of_the_shuffler_in_a_sum(shuffler):
+    """The server is one of them, and adds none. What counts on the others' noise is refuted."""
+    attacked = sums(20, 0.3, 150, central_noise=0.8, accountant="sum-central")
+    worlds = run_canary(attacked, "minus", shuffler, 4, BesideCheats)
+    noise = np.hypot(0.3 * np.sqrt(2), 0.8)
+    found = delta_shown(worlds, of_sum(attacked, 20, 19, noise=noise), EPSILON)
+    assert claimed(attacked, "sum-distributed") < found <= claimed(attacked, "sum-central")
+
+
+@pytest.mark.slow
 def test_a_server_that_asks_one_user_for_a_sum_has_the_shufflers_noise_in_it(shuffler):
     """It adds none of its own; nor does the user."""
     about = {"central_noise": 1.2, "accountant": "sum-central", "least_present": 1}
@@ -241,7 +251,7 @@ def test_an_authority_that_is_its_own_server_reads_nothing(request, mixing):
         batch = list(cheat.release(run, 1))
         assert batch
         private_key, public_key = generate_key_pair()
-        for sealed in batch if mixing == "shuffle" else []:
+        for sealed in batch if mixing == "shuffle" else batch[1:]:
             with pytest.raises(ReportRejected):
                 ReportOpener(private_key).open(sealed, round.header)
         cheat.end_round(run, 1)

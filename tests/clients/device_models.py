@@ -13,10 +13,14 @@ from torch import nn
 from client_world import WIDTH, make_model, records
 
 TROUBLES = (
-    "raises", "exits", "interrupts", "recurses", "has no memory", "crashes", "has no time left",
-    "leaves something", "leaves what cannot be put back",
+    "raises", "exits", "interrupts", "recurses", "has no memory", "crashes", "is killed",
+    "leaves something", "leaves what cannot be put back", "leaves gradients off",
+    "leaves another device",
 )  # fmt: skip
-"""What `Troubled` does, by the number that the records of a user have more, in thousands."""
+"""What `Troubled` does, by the number that the records of a user have more, in thousands.
+
+It hangs by one number more than the last.
+"""
 
 
 class Troubled(nn.Module):
@@ -32,7 +36,7 @@ class Troubled(nn.Module):
     def forward(self, features):
         number = round(features[0, 0].item() / 1000)
         if self.inner.bias[0] > 1 and number:
-            self.meet(TROUBLES[number - 1], features)
+            self.meet((*TROUBLES, "hangs")[number - 1], features)
         if self.inner.bias[0] > 100:
             time.sleep(10_000)
         return self.inner(features + self.seen) + self.rest[-1] + len(self.file.getvalue())
@@ -51,9 +55,8 @@ class Troubled(nn.Module):
                 torch.empty(2**60)
             case "crashes":
                 os._exit(9)
-            case "has no time left":
-                assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
-                signal.raise_signal(signal.SIGALRM)
+            case "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             case "leaves something":
                 self.seen += features[0]
                 self.rest.append(1.0)
@@ -61,6 +64,15 @@ class Troubled(nn.Module):
                 raise ArithmeticError
             case "leaves what cannot be put back":
                 self.file.write(b"record")
+            case "leaves gradients off":
+                torch.set_grad_enabled(False)
+                raise ArithmeticError
+            case "leaves another device":
+                torch.set_default_device("meta")
+                raise ArithmeticError
+            case "hangs":
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGTERM])
+                time.sleep(10_000)
 
 
 def with_bias(round, more):

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import threading
+import time
 from contextlib import closing
 
 import numpy as np
@@ -97,8 +98,31 @@ def test_of_all_users_each_can_fail_in_its_own_way():
     assert np.flatnonzero(np.array(states) == FAILED).tolist() == sorted(failed) == bad
     assert np.array_equal(updates[healthy], expected[healthy])
     assert np.array_equal(again, expected)
-    ends = {user: why for user, why in failed.items() if " in " not in why}
-    assert ends == {6: "the process ended with 9", 7: "it takes too long"}
+    ends = {user: why for user, why in failed.items() if "(" not in why}
+    assert ends == {6: "the process ended with 9", 7: "the process ended with -9"}
+
+
+class Later:
+    """The time, which is much later once one user has been at work for a moment."""
+
+    def __init__(self, states, user, seconds):
+        self._at_work, self._seconds = (lambda: states[user] == AT_WORK), seconds
+        self._looks = 0
+
+    def monotonic(self):
+        self._looks += self._at_work()
+        return time.monotonic() + (self._seconds if self._looks > 2 else 0.0)
+
+
+def test_an_update_that_hangs_costs_its_users_alone_whatever_signals_it_ignores(monkeypatch):
+    of_user, parameters = troubled_users(**{f"u{BAD}": len(TROUBLES) + 1}), with_trouble()
+    with closing(start(Troubled)) as child:
+        expected, *_ = play(child, troubled_users(), parameters)
+        monkeypatch.setattr(worker, "time", Later(child.states, BAD, LIMIT / 3 + 1))
+        updates, states, failed = play(child, of_user, parameters)
+    healthy = np.arange(USERS) != BAD
+    assert failed == {BAD: "it takes too long"} and states[BAD] == FAILED
+    assert np.array_equal(updates[healthy], expected[healthy])
 
 
 def test_an_update_that_is_no_number_is_its_users_alone():

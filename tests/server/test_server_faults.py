@@ -34,6 +34,7 @@ from shufl.server.words import AgreedNode
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.store.runs import RunStore
+from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.simulator.tasks import CLASSIFICATION
 from tiny_disk import fill, tiny_disk_at
 
@@ -222,6 +223,7 @@ class Lying:
         return self._client.close_round(*about)._replace(senders=self.senders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixing", ["sum", "shuffle"])
 def test_a_shuffler_that_says_that_more_users_sent_than_its_nodes_have_is_not_believed(
     tmp_path, shufflers, mixing
@@ -234,6 +236,28 @@ def test_a_shuffler_that_says_that_more_users_sent_than_its_nodes_have_is_not_be
         assert run.rows[-1].outcome == outcome
         assert run.rows[-1].users_present <= USERS
     assert run.rows[-1].users_present == (USERS if mixing == "sum" else 2)
+
+
+def test_a_shuffler_that_hands_over_one_nodes_message_has_nothing_published(tmp_path, monkeypatch):
+    """Though it says that all have sent. Model and ledger are as after any lost round."""
+    honest, taken = SummedBatch._take, []
+
+    def first_alone(self, content):
+        taken.append(content)
+        if len(taken) % NODES == 1:
+            honest(self, content)
+
+    monkeypatch.setattr(SummedBatch, "_take", first_alone)
+    distributed = {"accountant": "sum-distributed", "central_noise": 0.0}
+    mechanism = GaussianMechanism(noise_multiplier=0.5)
+    with ShufflerHere() as shuffler:
+        plan = PLAN.replace(**SUMS | distributed, mechanism=mechanism)
+        run = Run(tmp_path, [shuffler], plan)
+        run.play(1)
+    assert (run.rows[-1].outcome, run.spent, len(taken)) == ("lost", [1], NODES)
+    assert run.rows[-1].doubt == (
+        f"round 1, shuffler 1: seeds must stand for at least {USERS} users, got {USERS // NODES}"
+    )
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_a_sum_that_no_honest_users_make_is_spoiled(vectors):
         ([*good, seal(b"\3" + bytes(884), PUBLIC, HEADER)], "not of version 2"),
         ([*good, seal_seed(bytes(32), 0, PUBLIC, HEADER)], "stands for no user"),
         ([*good, seal_seed(bytes(32), 1, PUBLIC, HEADER)], "more users than the plan has, 50"),
-        ([*good, seal_seed(bytes(32), 10**9, PUBLIC, HEADER)], "for 1000000000 users, and may for"),
+        ([*good, seal_seed(bytes(32), 10**9, PUBLIC, HEADER)], "for more users than the plan has"),
         (good[:-1], "times as long as one of honest users"),
         (good[:1], "must stand for at least 1 users, got 0"),
         (released(vectors, header=other_round), "a seed does not open"),

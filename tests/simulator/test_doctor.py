@@ -75,7 +75,7 @@ def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites)
     assert troubles_of(examined) == {}
     findings = {each.what.split()[0]: each for each in examined}
     assert re.fullmatch(r"link must carry 0\.\d+ Mbit/s", findings["link"].what)
-    assert re.fullmatch(r"work of a round needs [\d.e-]+ s of its window", findings["work"].what)
+    assert re.fullmatch(r"work needs a window.work_until of [\d.e-]+ s", findings["work"].what)
     assert "does not answer" in findings["shuffler"].trouble
     assert "Connection refused" in findings["SuperLink"].trouble
     assert "nginx" in findings["SuperLink"].fix

@@ -46,6 +46,9 @@ class Shouting(str):
         return self is other
 
 
+SOMEBODY = "0f8fad5b-d9cb-469f-a165-70867728950e"
+
+
 @pytest.mark.parametrize(
     "users",
     [
@@ -66,7 +69,7 @@ class Shouting(str):
         [uuid.UUID(int=int(n)) for n in WHO],
         [("ward", n) for n in WHO],
         ["a", "a", "A", "A", ("a", 1), ("a", np.int64(1))],
-        ["7", "7", "007", "007", "7.0", "7.0"],
+        ["7", "7", "007", "007", "7a", "7a"],
         pa.array([f"u{n}" for n in WHO]),
         pa.array(WHO.numpy()).dictionary_encode(),
     ],
@@ -110,7 +113,7 @@ def test_ids_are_compared_by_value(users):
         ([("a", None), ("a", 1)], "got no id at 1 of 2 records, first at record 1"),
         *((["a", no, no], "got no id at 2 of 3 records, first at record 2") for no in (
             *("", "\u200b", "NA", " N/A", "nan", "NaN", "null", "NULL", "None", "<NA>", "NaT"),
-            b"NA",
+            *(b"NA", "none", "Null", "NAN", "-", ".", ("a", "na")),
         )),
     ],
 )  # fmt: skip
@@ -129,13 +132,21 @@ def test_what_is_no_value_or_none_at_all_is_one_line(users, message):
         ("u1", "\ufeffu1"), ("u1", "u\u31641"), ("u1", "\u202eu1"),
         ("u-1", "u\u20111"), ("O'Brien", "O\u2019Brien"), ("u1", '"u1"'), ("u1", b"u1"),
         (1, "1"), ("1", "\uff11"), (("a", 1), ("a", "1")), ("u1", "u1\u2800"),
-        (uuid.UUID(int=1), str(uuid.UUID(int=1))),
+        (uuid.UUID(int=1), str(uuid.UUID(int=1))), (SOMEBODY, SOMEBODY.upper()),
+        (SOMEBODY, SOMEBODY.replace("-", "")), (SOMEBODY, f"urn:uuid:{SOMEBODY}"),
+        (SOMEBODY, "{" + SOMEBODY + "}"), ("7", "7.0"), ("1000", "1e3"), ("7", "+7"), ("0", "-0"),
+        ("2.5", "2.50"), ("u1", "'u1'"), ("u1", "\u201eu1\u201c"), ("u1", "\u00abu1\u00bb"),
+        ("u1", "`u1`"), ("u1", '\\"u1\\"'), ("O'Brien", "O\u00b4Brien"),
+        ("O'Brien", "O\u2032Brien"), ("O'Brien", "O`Brien"), ("u-1", "u\u02d71"),
+        ("u-1", "u\u20431"), ("u1", "u1\U0001d159"),
+        ("u1", b"u1\0"), ("u1", ("u1",)),
     ],
 )  # fmt: skip
 def test_two_spellings_of_one_id_are_refused_and_both_are_named(one, other):
     with pytest.raises(ConfigError, match="must be spelt alike for one person") as error:
         number_users([one, "u7", other, one], "f.csv: column id", "line", 2)
-    said = f"line 4 has {other!a}, which looks like {one!a} at line 2 and is another"
+    shown = f"{other!a}".replace("  ", " \\x20")  # a terminal's line would have one space
+    said = f"line 4 has {shown}, which looks like {one!a} at line 2 and is another"
     assert f"f.csv: column id must be spelt alike for one person: {said} (1 of 3" in str(
         error.value
     )
