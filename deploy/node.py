@@ -265,9 +265,8 @@ def _check_records(records: UserRecords, user: int, form: Form) -> None:
         features, labels = records(user)
         mistake = _mistake(features, labels, form.input_type, form.label_type)
     except READERS_ERRORS as error:
-        raise ConfigError(
-            f"data: the records of user {user} cannot be read: {one_line(error, quote=())}"
-        ) from error
+        why = one_line(error, quote=(ConfigError,))
+        raise ConfigError(f"data: the records of user {user} cannot be read: {why}") from error
     if mistake:
         raise ConfigError(f"data: the records of user {user} {mistake}")
     found = tuple(features.shape), tuple(labels.shape)

@@ -165,7 +165,7 @@ def test_the_table_has_every_accountant_with_what_it_covers():
     assert not any("real machines" in row.covers for row in rows)
     deployed = small_plan().replace(window=Window(most_records=3), cover=True, least_present=2000)
     rows = accounting.epsilon_table(deployed, 20)
-    assert all("at most one user of a node has the process" in row.covers for row in rows)
+    assert all("at most one user of a node makes the process" in row.covers for row in rows)
 
 
 @pytest.mark.parametrize("rounds", [0, 20])

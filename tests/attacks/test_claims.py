@@ -147,9 +147,9 @@ def test_users_who_add_no_noise_are_to_be_taken_off_those_of_a_sum(shuffler):
 @pytest.mark.slow
 def test_users_who_add_no_noise_leave_that_of_the_shuffler_in_a_sum(shuffler):
     """The server is one of them, and adds none. What counts on the others' noise is refuted."""
-    attacked = sums(20, 0.3, 150, central_noise=0.8, accountant="sum-central")
+    attacked = sums(20, 0.8, 150, central_noise=1.2, accountant="sum-central")
     worlds = run_canary(attacked, "minus", shuffler, 4, BesideCheats)
-    noise = np.hypot(0.3 * np.sqrt(2), 0.8)
+    noise = np.hypot(0.8 * np.sqrt(2), 1.2)
     found = delta_shown(worlds, of_sum(attacked, 20, 19, noise=noise), EPSILON)
     assert claimed(attacked, "sum-distributed") < found <= claimed(attacked, "sum-central")
 

@@ -41,8 +41,8 @@ EPSILON = 0.5
 LIKELIHOOD = likelihood_score(ALONE, "absent")
 
 
-def claimed(plan=ALONE):
-    accountant = make_accountant("blanket", plan.adjacency).compose(plan.event())
+def claimed(plan=ALONE, name="blanket"):
+    accountant = make_accountant(name, plan.adjacency).compose(plan.event())
     return accountant.get_delta(EPSILON)
 
 
@@ -62,7 +62,7 @@ def shuffler(memory_path):
 def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
     found = shown(ALONE, shuffler)
     assert 0.3 * claimed() < found <= claimed()
-    assert found <= claimed("local")
+    assert found <= claimed(name="local")
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_a_container_gives_a_site_s_files_their_owners(sites, tmp_path):
     for name in ("chown", "chmod"):
         _program(tmp_path, name, f'echo {name} "$@"')
     _program(tmp_path, "setpriv", 'shift 3; exec "$@"')
-    _program(tmp_path, "stat", 'echo "$@"')  # as if .venv were another account's
+    _program(tmp_path, "stat", "echo 0")  # as if .venv were root's
     for site in ("ward-1", "server", "shuffler-1"):
         folder = shutil.copytree(sites / site, tmp_path / site)
         done = subprocess.run(
@@ -169,7 +169,7 @@ def test_a_machine_is_installed_by_one_command_that_may_be_run_again(sites, tmp_
         _program(tmp_path, name, f'{known} && echo {name} "$@" >> {called}')
     _program(tmp_path, "getent", f"grep -q groupadd {called}")
     _program(tmp_path, "setpriv", 'shift 3; exec "$@"')
-    _program(tmp_path, "stat", 'echo "$@"')  # as if .venv were another account's
+    _program(tmp_path, "stat", "echo 0")  # as if .venv were root's
     for site, accounts in (("ward-1", 3), ("server", 1), ("shuffler-1", 1)):
         called.write_text("")
         folder = shutil.copytree(sites / site, tmp_path / site, dirs_exist_ok=True)
@@ -199,7 +199,7 @@ def test_shufflers_of_several_deployments_share_one_nginx(sites, tmp_path):
     for name in ("groupadd", "useradd", "chown", "chmod", "systemctl", "install", "id", "getent"):
         _program(tmp_path, name, "true")
     _program(tmp_path, "setpriv", 'shift 3; exec "$@"')
-    _program(tmp_path, "stat", 'echo "$@"')  # as if .venv were another account's
+    _program(tmp_path, "stat", "echo 0")  # as if .venv were root's
     etc, own = tmp_path / "nginx", (sites / "shuffler-1/nginx.conf").read_text()
     (etc / "modules-enabled").mkdir(parents=True)
     (etc / "modules-enabled/99-shufl.conf").write_text(own)
