@@ -122,8 +122,8 @@ def message_seconds() -> float:
 
 
 def window_here() -> dict[str, float]:
-    """A window in which nodes get a round's message."""
-    work_until = message_seconds()
+    """A window in which nodes get a round's message, and have three times their work left."""
+    work_until = 2 * message_seconds()
     return {"work_until": work_until, "send_after": work_until + 0.1}
 
 
