@@ -73,6 +73,7 @@ from shufl.simulator.tasks import Form
 RECORDS = {"few": 20, "many": 2000}
 SHAPE, CLASSES, BLANKETS = (1, 28, 28), 10, 5.0
 FALSE_ALARMS = 1e-3  # of all attackers together, at most
+_MOST_REFUSED = 100  # rounds of a call
 make_model = functools.partial(build_model, "mlp", Form(SHAPE, CLASSES), 0, {"hidden": 256})
 
 
@@ -156,7 +157,7 @@ class Attack:
         self._plan, self._control, self._wire, self._calls = plan, control, wire, calls
         self._state = make_model().state_dict()
         self._window = plan.window
-        self._round = 0
+        self._round = self._refused = 0
         dimension = sum(each.numel() for each in self._state.values())
         length = sealed_length(report_length(dimension))
         control.create_run("timing", plan.to_json().encode(), length)
@@ -178,6 +179,10 @@ class Attack:
             train(message, timeout=60)
         except grpc.RpcError:  # before any coin: on a busy machine too little of the window is left
             self._control.end_round("timing", self._round)
+            self._refused += 1
+            if self._refused > _MOST_REFUSED:
+                print(f"timing_attacks.py: {self._refused} rounds refused: raise --work-until")
+                sys.exit(2)
             return self.play(early)
         answered = time.monotonic()
         query(serialised({"round": ConfigRecord(about)}), timeout=60)

@@ -4,9 +4,7 @@ Each user's update is computed alone, one after the other, and is the same work:
 number of records, which padding without weight fills up. So neither how long the work takes nor
 which users are done when it is ended depends on a record. A record for which the model raises an
 error, ends the process or hangs costs its own user's update: `Worker.seconds` has room for that.
-(Users who are computed at once, by vmap, would all have to be computed again after an error, one by
-one. So a window must have room for that anyway, and at once it would need more.) The child does
-nothing else, and the parent, which answers and sends, does no such work.
+The child does nothing else, and the parent, which answers and sends, does no such work.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class NodeState:
     trouble: str = ""
 
 
-def read_node(said: dict[str, Any], shufflers: int, mixing: Mixing = "shuffle") -> NodeState:
+def read_node(said: dict[str, Any], shufflers: int, mixing: Mixing) -> NodeState:
     """Checks what a node said of itself.
 
     Raises:

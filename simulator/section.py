@@ -184,8 +184,8 @@ def one_line(error: BaseException, quote: Kinds = (BaseException,)) -> str:
     if isinstance(error, SystemExit):
         code = repr(error.code) if quoted or isinstance(error.code, int | None) else "…"
         said = f"it calls sys.exit({code})"
-    elif not quoted and isinstance(error, OSError):
-        said = error.strerror or ""
+    elif not quoted and isinstance(error, OSError) and isinstance(error.errno, int):
+        said = os.strerror(error.errno)  # of the system: what the error says may quote a record
     said = said or type(error).__name__
     for frame, line in reversed(frames):
         path = Path(frame.f_code.co_filename)

@@ -52,7 +52,7 @@ def test_a_traceback_is_indented_so_that_no_line_of_it_looks_like_an_event(tmp_p
 
 def test_a_node_cannot_make_the_servers_log_long():
     with pytest.raises(ValueError, match="must say for how many users") as error:
-        read_node({"number": HOSTILE, "users": "u" * 10**7, HOSTILE: [1] * 10**6}, 1)
+        read_node({"number": HOSTILE, "users": "u" * 10**7, HOSTILE: [1] * 10**6}, 1, "sum")
     assert str(error.value).isprintable() and len(str(error.value)) < 400
     assert _reason(HOSTILE + "m" * 10**7).isprintable()
     assert len(_reason("m " * 10**7)) <= 300

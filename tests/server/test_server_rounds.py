@@ -28,7 +28,7 @@ PLAN = make_plan(
 )
 def test_a_node_that_says_no_sensible_number_is_refused_in_one_line(said, message):
     with pytest.raises(ValueError, match=message):
-        read_node(said, shufflers=2)
+        read_node(said, 2, "shuffle")
 
 
 def test_a_node_that_says_another_thing_than_agreed_is_refused_in_one_line():

@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import functools
 import io
 import json
 import sys
@@ -391,7 +392,9 @@ def test_no_error_of_the_readers_own_code_quotes_a_record(tmp_path, monkeypatch,
     assert said in str(error.value) and SECRET not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", [OSError, ValueError, KeyError, SystemExit, TypeError])
+@pytest.mark.parametrize(
+    "kind", [OSError, functools.partial(OSError, 5), ValueError, KeyError, SystemExit, TypeError]
+)
 def test_no_error_of_a_nodes_records_quotes_one(kind):
     def records(user):
         raise kind(SECRET)
