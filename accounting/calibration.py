@@ -230,8 +230,12 @@ class _Pairs:
     slope: float | None = None
 
     def about(self, noise: float, guess: float) -> float:
-        """The least blankets with this noise, to a percent or so, by the secant of log ε."""
+        """The least blankets with this noise, to a percent or so, by the secant of log ε.
+
+        Where ε is 0, or hardly falls, the secant leads beyond places already known: halves instead.
+        """
         before: tuple[float, float] | None = None
+        few, enough = 0.0, math.inf
         place = min(max(guess, LEAST_BLANKETS), MOST_BLANKETS)
         for _ in range(_MOST_STEPS):
             epsilon = max(self.epsilon_at(noise, place), 1e-300)
@@ -240,6 +244,9 @@ class _Pairs:
                 raise CalibrationError(f"{_TOO_FEW} epsilon {self.target_epsilon:g}")
             if excess <= 0.0 and place == LEAST_BLANKETS:
                 return place
+            few, enough = (place, enough) if excess > 0.0 else (few, place)
+            if enough <= 1.01 * few:
+                return enough
             if before is not None and before[0] != place and before[1] != excess:
                 slope = (excess - before[1]) / math.log(place / before[0])
                 self.slope = min(max(slope, -2.0), -0.2)
@@ -247,7 +254,10 @@ class _Pairs:
             root = min(max(root, LEAST_BLANKETS), MOST_BLANKETS)
             if self.slope is not None and abs(excess) < _NEAR:
                 return root
-            before, place = (place, excess), root
+            before, place = (
+                (place, excess),
+                root if few < root < enough else math.sqrt(few * enough),
+            )
         return place
 
     def error(self, noise: Any, blankets: Any) -> Any:
@@ -275,9 +285,7 @@ class _Pairs:
 
     def refined(self, noise: float, blankets: float) -> tuple[float, float]:
         """A pair that a little more or less noise does not improve."""
-        better = True
-        while better:
-            better = False
+        for _ in range(_MOST_STEPS):
             for other in (noise * (1.0 + _FINE), noise / (1.0 + _FINE)):
                 # With so many it would be hardly better: where that is not private, fewer are not.
                 allowed = _BETTER * self.error(noise, blankets) / other**2
@@ -285,8 +293,10 @@ class _Pairs:
                 if other < self.mechanism.least_noise or most < LEAST_BLANKETS:
                     continue
                 if self.epsilon_at(other, most) <= self.target_epsilon:
-                    noise, blankets, better = other, self.about(other, most), True
+                    noise, blankets = other, min(self.about(other, most), most)
                     break
+            else:
+                break
         return noise, blankets
 
 

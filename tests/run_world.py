@@ -151,7 +151,7 @@ def ray_of_its_own(warm=True, **resources):
         "import ray, sys\n"
         "from ray._private import ray_constants\n"
         f"if {warm}: ray_constants.SETUP_WORKER_FILENAME = {warm_ray.__file__!r}\n"
-        f"ray.init(include_dashboard=False, log_to_driver=False, **{resources})\n"
+        f"ray.init(\"local\", include_dashboard=False, log_to_driver=False, **{resources})\n"
         "print(ray.get_runtime_context().gcs_address, flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -41,7 +41,7 @@ from shufl.accounting.numerics.swap_bound import SwapBound
 from shufl.accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
 
 # Factors from one step of the ladder to the next; the second is used if the first overshoots.
-_LADDER_STEPS = 0.2, 0.45
+_LADDER_STEPS = 0.2, 0.45, 0.7
 _LADDER_END, _FURTHER = 1e-4, 1e-2  # in units of the least δ that is of interest
 _SMALL = 0.015  # mass moved into δ, relative to the bound, that is worth no further step
 _MOST = 0.4  # the most that may be moved into δ, relative to the last bound

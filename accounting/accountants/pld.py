@@ -12,10 +12,10 @@ functions of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W
 import math
 
 import numpy as np
-from dp_accounting import NeighboringRelation
 from scipy import special
 
 from shufl.accounting.accountants.local import AmplifiedAccountant
+from shufl.accounting.accountants.renyi import CheckInRdpAccountant
 from shufl.accounting.events import CheckIn, FixedSize, Shuffled
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
@@ -33,7 +33,7 @@ _POINTS = 100
 class PldAccountant(AmplifiedAccountant):
     """Numerically tight (ε, δ) of the homogeneous pair, and how far below it could still be.
 
-    Source: section 2 of docs/theory/gaussian.md; composition as for every profile.
+    Source: sections 2 and 5 of docs/theory/gaussian.md. It states no more than `rdp`.
 
     Guarantee:
         ε holds for the homogeneous pair only (all other users hold the differing user's record),
@@ -49,9 +49,17 @@ class PldAccountant(AmplifiedAccountant):
 
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         epsilons, forward, reverse = round_profile(event, self._sigma(event), least)
-        if self.neighboring_relation is NeighboringRelation.REPLACE_SPECIAL:
-            return epsilons, np.stack([forward, reverse])
-        return epsilons, np.maximum(forward, reverse)
+        return epsilons, np.stack([forward, reverse])
+
+    def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
+        return min(super()._epsilon(counts, delta), self._moments()._epsilon(counts, delta))
+
+    def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
+        return min(super()._delta(counts, epsilon), self._moments()._delta(counts, epsilon))
+
+    def _moments(self) -> CheckInRdpAccountant:
+        """Bounds the same pair, by less after so many rounds that the grid of losses is coarse."""
+        return CheckInRdpAccountant(self.neighboring_relation)
 
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`."""

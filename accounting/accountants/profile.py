@@ -52,8 +52,8 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         """Returns one round's epsilons (increasing, from 0, shape (K,)) and bounds of its δ.
 
         The deltas bound the hockey-stick divergence of every pair the accountant covers: of shape
-        (K,) in both directions; of shape (2, K) that of the world with the user against the one
-        without, and the reverse, under `zero-out`. Smaller ones than `least` need not be told
+        (K,) in both directions, whichever is larger in which round; of shape (2, K) in each, for a
+        pair that has the same direction in all rounds. Smaller ones than `least` need not be told
         apart. The noise multiplier is above 0. The answer may depend on nothing else but the
         neighbouring relation: it is kept for all accountants of the class.
         """
@@ -98,7 +98,6 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         share = target.delta is not None
         blocks = tuple(count_block(count) if share else (count, count) for _, count in lossy)
         events, times = tuple(event for event, _ in lossy), tuple(count for _, count in lossy)
-        # Either a world has the user in all rounds or in none: each direction for itself.
         one_sided = any(profiles[event].other is not None for event in events)
         answers = []
         for reverse in (False, True) if one_sided else (False,):
@@ -140,9 +139,9 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         """Returns a lower bound of the worst pair's ε; None if no such bound is known.
 
         No accountant of the same pair, and none that holds for every pair on the same assumptions,
-        can be below. It takes one direction throughout, where `get_epsilon` takes the larger of
-        both in every round. 0 where δ is too small for the Fourier transform it is computed with,
-        below about 1e-14 for each round.
+        can be below. It takes one direction, where `get_epsilon` takes the larger of both. 0 where
+        δ is too small for the Fourier transform it is computed with, below about 1e-14 for each
+        round.
         """
         if not self._counts or not self._are_private(self._counts):
             return 0.0  # without noise δ may still be small: by the coins

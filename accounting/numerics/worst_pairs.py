@@ -7,7 +7,7 @@ zero. Against a blanket a report at `τ = wt`, `w = 1/z`, then has the density r
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from dp_accounting import NeighboringRelation
@@ -22,6 +22,8 @@ from shufl.accounting.numerics.lower_profile import LowerProfile
 _STEP, _EVEN_UNTIL = 0.125, 5.0
 _GROWTH = 1.1
 _FAR, _FAR_GROWTH = 30.0, 1.25
+_FLAT_GROWTH = 1.25
+_FALL = math.log(1.5)  # of the logarithm of a divergence, from one α to the next
 _AS_ALONE = 0.995
 _LEAST_SURE = 1e-16
 # With less noise the ratios reach over too many orders of magnitude; others hide little then, and
@@ -116,9 +118,7 @@ def upper_profile(
         return epsilons, alone(epsilons)
 
     losses, deltas = [0.0], [divergence(1.0, pairs[0], False)]
-    for loss in _losses(deltas[0], noise_multiplier, coarseness):
-        if deltas[-1] > 0.5 * deltas[0] and math.expm1(loss) < 1.25 * math.expm1(losses[-1]):
-            continue  # flat still: few are enough
+    while (loss := _next_loss(losses, deltas, noise_multiplier, coarseness)) < MAX_LOSS:
         losses.append(loss)
         deltas.append(divergence(math.exp(loss), pairs[0], False))
         if deltas[-1] < least:
@@ -138,17 +138,21 @@ def upper_profile(
     return epsilons, found if len(pairs) > 1 else found[0]
 
 
-def _losses(first: float, noise_multiplier: float, coarseness: float = 1.0) -> Iterator[float]:
-    """log α > 0, rising by steps that fit a divergence which is `first` at α = 1."""
-    unit, step = 2.5 * first, _STEP * coarseness
+def _next_loss(
+    losses: list[float], deltas: list[float], noise_multiplier: float, coarseness: float = 1.0
+) -> float:
+    """log α that fits what a divergence is at those before it, the first of which is α = 1."""
+    unit, excess = 2.5 * deltas[0], math.expm1(losses[-1])
+    place = excess / unit
+    if place < _EVEN_UNTIL:
+        onward = excess + unit * _STEP * coarseness
+        flat = deltas[-1] > 0.5 * deltas[0]  # few are enough
+        return math.log1p(max(onward, _FLAT_GROWTH * excess) if flat else onward)
     far = max(_FAR_GROWTH, math.exp(0.2 / noise_multiplier))
-    place = step
-    while (loss := math.log1p(unit * place)) < MAX_LOSS:
-        yield loss
-        if place < _EVEN_UNTIL:
-            place += step
-        else:
-            place *= (_GROWTH if place < _FAR else far) ** coarseness
+    growth = coarseness * math.log(_GROWTH if place < _FAR else far)
+    if (fall := math.log(deltas[-2] / deltas[-1])) > 0.0:
+        growth = min(growth, _FALL / fall * math.log(excess / math.expm1(losses[-2])))
+    return math.log1p(excess * math.exp(growth))
 
 
 def lower_profile(
@@ -192,11 +196,12 @@ def _both_bounds(
     divergence: Divergence, pair: Pair, noise_multiplier: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """α from 1, upper and lower bounds of H_α."""
-    found = [(1.0, divergence(1.0, pair, False), divergence(1.0, pair, True))]
-    for loss in _losses(found[0][1], noise_multiplier):
-        alpha = math.exp(loss)
-        found.append((alpha, divergence(alpha, pair, False), divergence(alpha, pair, True)))
-        if found[-1][2] < _LEAST_SURE:
+    losses, tops = [0.0], [divergence(1.0, pair, False)]
+    bottoms = [divergence(1.0, pair, True)]
+    while (loss := _next_loss(losses, tops, noise_multiplier)) < MAX_LOSS:
+        losses.append(loss)
+        tops.append(divergence(math.exp(loss), pair, False))
+        bottoms.append(divergence(math.exp(loss), pair, True))
+        if bottoms[-1] < _LEAST_SURE:
             break
-    x, top, bottom = np.array(found).T
-    return x, top, bottom
+    return np.exp(losses), np.array(tops), np.array(bottoms)

@@ -1,11 +1,13 @@
 """The error of the mean update against draws; the least noise and blankets; their best pair."""
 
 import bisect
+import itertools
 import math
 
 import numpy as np
 import pytest
 
+from nights import by_night
 from shufl.accounting import (
     CalibrationError,
     OpenPlan,
@@ -140,6 +142,43 @@ def test_little_noise_is_not_enough_at_first():
     # Below z = 3 no number of blankets helps: the search has to begin above, and to stay there.
     noise, _ = least_error_blankets(lambda z, b: 9.0 if z < 3 else 20 / b, 1.0, 1000, 0.5)
     assert 3.0 <= noise <= 3.0 * 1.051
+
+
+@pytest.mark.parametrize(
+    "epsilon_at",
+    [
+        lambda z, b: max(0.0, 12 / z / (1 + math.sqrt(b)) - 1.0),
+        lambda z, b: max(0.0, 12 / z / (1 + b) - 2.0),
+        lambda z, b: 0.0 if b > 300 / z**2 else 9 / z / (1 + b) ** 0.3,
+        lambda z, b: 0.0 if b > 100 / z**6 else 6.0,
+    ],
+)
+def test_a_search_ends_where_epsilon_falls_to_0(epsilon_at):
+    """As at a large δ: the logarithm of ε then says nothing of where the target is."""
+    asked = itertools.count(1)
+
+    def counted(noise, blankets):
+        assert next(asked) <= 400
+        return epsilon_at(noise, blankets)
+
+    noise, blankets = least_error_blankets(counted, 1.0, 60_000, 0.1)
+    assert epsilon_at(noise, blankets) <= 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delta", [0.5, *by_night(0.35, 0.9)])
+def test_noise_and_blankets_at_a_large_delta(delta):
+    asked = {"users": 60_000, "check_in_rate": 0.1, "rounds": 100, "noise_multiplier": None}
+    found = calibrate(
+        OpenPlan(
+            **asked,
+            accountant="blanket",
+            shuffler_blankets="least-error",
+            delta=delta,
+            target_epsilon=1,
+        )
+    )
+    assert 0.9 <= found.epsilon() <= 1.0
 
 
 def test_where_delta_is_not_far_below_the_chance_to_take_part():

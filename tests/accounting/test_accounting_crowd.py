@@ -1,5 +1,6 @@
 """`crowd`: the formula, the defect, and rounds with the other users anywhere."""
 
+import itertools
 import math
 
 import numpy as np
@@ -307,3 +308,19 @@ def test_hardly_anybody_ever_checks_in(adjacency, rate):
         alone = rate * math.erf(shift / math.sqrt(8))
         assert alone / users <= accountant.get_delta(0.0) <= 11 * alone
         assert accountant.get_epsilon(1e-5) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("users", "noise", "relation", "delta", "rates"),
+    [
+        (134, 1.7555, REPLACE, 5.4e-9, (0.016, 0.0188)),
+        *by_night((134, 1.7555, REPLACE, 5.4e-9, np.geomspace(0.01, 0.03, 12))),
+    ],
+)
+def test_more_reports_protect_no_more(users, noise, relation, delta, rates):
+    """The server could drop some itself: each report of a larger γ with the same chance."""
+    stated = [
+        CrowdAccountant(relation).compose(check_in(users, float(rate), noise)).get_epsilon(delta)
+        for rate in rates
+    ]
+    assert all(less <= 1.001 * more for less, more in itertools.pairwise(stated))

@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation, dp_event
@@ -14,6 +15,8 @@ from nights import by_night
 from rounds import check_in, everyone, fixed_size
 from shufl import accounting
 from shufl.accounting.accountants.pld import PldAccountant, round_profile
+from shufl.accounting.accountants.renyi import CheckInRdpAccountant
+from shufl.accounting.mechanisms import GaussianMechanism
 from shufl.accounting.numerics.gaussian import log_gaussian_delta
 from shufl.accounting.numerics.lower_profile import LowerProfile
 
@@ -46,6 +49,41 @@ def test_reference_values(event, rounds, epsilon):
     assert accountant.get_epsilon(delta) == pytest.approx(epsilon, rel=2e-3)
     lower = accountant.epsilon_lower_bound(delta)
     assert 0.995 * epsilon <= lower <= accountant.get_epsilon(delta)
+
+
+@pytest.mark.parametrize(
+    ("event", "rounds", "epsilon"),
+    [
+        (CHECK_IN(60_000, 0.1, 0.8), 1000, 6.072),
+        (CHECK_IN(40, 1.0, 0.6), 30, 137.70),
+        *by_night((CHECK_IN(60_000, 0.01, 0.6), 10**4, 37.59)),
+    ],
+)
+def test_a_replaced_record_costs_what_one_of_half_the_noise_costs(event, rounds, epsilon):
+    """The homogeneous pair has one direction in all rounds, under `replace` too."""
+    halved = attrs.evolve(
+        event, mechanism=GaussianMechanism(noise_multiplier=event.mechanism.noise_multiplier / 2)
+    )
+    accountant = PldAccountant(REPLACE).compose(event, rounds)
+    found = accountant.get_epsilon(1e-5)
+    assert found == spent(halved, rounds).get_epsilon(1e-5) == pytest.approx(epsilon, rel=1e-4)
+    assert found / 1.0002 <= accountant.epsilon_lower_bound(1e-5) <= found
+
+
+@pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT])
+@pytest.mark.parametrize(
+    ("event", "rounds", "delta"),
+    [
+        (CHECK_IN(1000, 1e-3, 100.0), 10**10, 1e-5),
+        (CHECK_IN(1000, 0.1, 2.0), 10, 1e-300),
+        *by_night(*((CHECK_IN(1000, 1e-3, 100.0), 10**t, 1e-5) for t in (9, 11, 12))),
+    ],
+)
+def test_it_states_no_more_than_the_moments_of_the_same_pair(relation, event, rounds, delta):
+    moments = CheckInRdpAccountant(relation).compose(event, rounds).get_epsilon(delta)
+    accountant = PldAccountant(relation).compose(event, rounds)
+    assert accountant.get_epsilon(delta) <= moments
+    assert accountant.get_delta(moments) <= max(delta, 1e-290) * (1 + 1e-6)
 
 
 def test_reference_value_at_many_users_and_little_noise():
