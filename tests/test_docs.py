@@ -6,6 +6,7 @@ import csv
 import io
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 from pydantic import BaseModel
 from typer.main import get_command
 
-from shufl.accounting import ACCOUNTANTS
+from shufl.accounting import ACCOUNTANTS, epsilon_table
+from shufl.accounting.budget import rounds_within_budget
 from shufl.cli.__main__ import app
-from shufl.simulator.config import Config
-from shufl.simulator.tables import epsilon_text
+from shufl.simulator.config import Config, load
+from shufl.simulator.console import Console
+from shufl.simulator.experiment import prepare
+from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ROOT, ROOT / "docs", ROOT / "docs/theory"
@@ -82,8 +86,29 @@ def test_the_readme_is_a_page():
 
 
 @pytest.mark.slow
+def test_the_readme_shows_the_epsilons_that_the_quickstart_prints():
+    """The search of `crowd` ends up to 0.2 % apart where a processor rounds otherwise."""
+    (screen,) = re.findall(r"^```\n(round .*?)^```", text_of("README.md"), re.S | re.M)
+    first, _, _, *shown = screen.splitlines()
+    plan = prepare(load("quickstart")).plan
+    rounds = rounds_within_budget(plan)
+    rows = epsilon_rows(epsilon_table(plan, rounds))
+    printed = io.StringIO()
+    print_epsilons(Console(file=printed, width=80), "", rows, plan.accountant)
+    told = re.findall(r"^│ \w.*", printed.getvalue(), re.M)
+    crowd = re.compile(r"(?<=│ crowd            │ )[\d.]+")
+    (ours,), (theirs,) = (crowd.findall("\n".join(lines)) for lines in (shown, told))
+    assert float(ours) == pytest.approx(float(theirs), rel=0.005)
+    assert [crowd.sub("", line) for line in shown] == [crowd.sub("", line) for line in told]
+    halting, every_pair = (epsilon_text(rows[name]["epsilon"]) for name in ("theorem3", "blanket"))
+    assert first.startswith(f"round {rounds}/{rounds} ")
+    assert f" ε {halting} of {plan.target_epsilon:g}, {every_pair} for every pair " in first
+
+
+@pytest.mark.slow
 @each_page
-def test_python_examples_print_what_they_say(page):
+def test_python_examples_print_what_they_say(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # runs make a folder there
     for example in re.findall(r"^```python\n(.*?)^```", text_of(page), re.S | re.M):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -237,16 +262,77 @@ def test_sharp_edges_are_rated_and_sorted_within_each_group():
         assert products == sorted(products, reverse=True)
 
 
-@pytest.mark.parametrize(
+each_table = pytest.mark.parametrize(
     "table", sorted((ROOT / "docs" / "results").glob("*.csv")), ids=lambda path: path.stem
 )
-def test_no_epsilon_of_a_published_page_is_below_those_of_its_runs(table):
-    most = {}
+
+
+def runs_of(table):
+    """The rows of a published table, by series and value as its page shows it."""
+    found = {}
     with table.open(newline="") as file:
         for row in csv.DictReader(file):
+            with contextlib.suppress(ValueError):
+                row["value"] = f"{float(row['value']):g}"
+            found.setdefault((row["series"], row["value"]), []).append(row)
+    return found
+
+
+@each_table
+def test_no_epsilon_of_a_published_page_is_below_those_of_its_runs(table):
+    most = {}
+    for runs in runs_of(table).values():
+        for row in runs:
             for name, epsilon in row.items():
                 if name.startswith("epsilon_") and epsilon:
                     key = row["series"], row["value"], name
                     most[key] = max(most.get(key, 0.0), float(epsilon))
     cells = {cell.strip() for cell in text_of(table.with_suffix(".md")).split("|")}
     assert most and {epsilon_text(epsilon) for epsilon in most.values()} <= cells
+
+
+@each_table
+def test_each_row_of_a_published_page_names_the_code_that_made_it(table):
+    text = text_of(table.with_suffix(".md")).partition("## What each run did\n")[2]
+    head, _, *rows = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert head.endswith(" code |")
+    assert {(series, value): made for series, value, *_, made in cells} == {
+        key: ", ".join(dict.fromkeys(row["commit"] for row in runs))
+        for key, runs in runs_of(table).items()
+    }
+
+
+@each_table
+def test_a_published_page_of_one_seed_says_so(table):
+    seeds = {row["seed"] for runs in runs_of(table).values() for row in runs}
+    text = text_of(table.with_suffix(".md"))
+    assert ("one seed" in text) == (len(seeds) == 1) == ("mean and range" not in text)
+    (told,) = re.findall(rf"^\|[^|]*\({table.stem}\.md\)[^|]*\| (\d) \|", text_of(FOUND), re.M)
+    assert int(told) == len(seeds)
+
+
+def test_the_page_of_published_numbers_has_those_of_the_paper_s_table():
+    table, figure = text_of("docs/results/published.md").split("\n## ")[1:3]
+    rows = rows_of(table)
+    assert [*rows] == [*"1234567"]
+    for row in rows.values():
+        assert row["*Ours*"] in ("–", row["RDP, orders to 30"])
+    assert float(rows["1"]["*Clones*"]) < float(rows["1"]["*Ours*"])
+    assert figure.startswith("Figure 1(a)")
+    assert rows_of(figure)["1"].items() <= rows["1"].items()  # the same setting
+
+
+@pytest.mark.parametrize("name", ["insteval", "movielens"])
+def test_what_natural_users_lose_is_told_of_the_least_epsilon_too(name):
+    text = text_of(f"docs/results/{name}.md")
+    (constant,) = re.findall(r"constant has an error of ([\d.]+)\.", text.replace("\n", " "))
+    (row,) = re.findall(rf"^\| \[{name}\]\(.*", text_of(FOUND), re.M)
+    runs = runs_of(ROOT / f"docs/results/{name}.csv")
+    errors = [
+        statistics.fmean(float(run["score"]) for run in runs[series, epsilon])
+        for series in ("every pair, shuffler's blankets", "every pair, sums (users' noise)")
+        for epsilon in ("1", "4")
+    ]
+    assert [f"{error:.3f}" for error in errors] == re.findall(r"[\d.]{5}", row)[2:]
+    assert row.count("worse") == sum(error > float(constant) for error in errors)

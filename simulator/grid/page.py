@@ -133,13 +133,13 @@ def _sections(
 ) -> list[Part]:
     """The sections of a page; `plot` is the address of what `plot_results` drew."""
     results = [result for _, result in finished]
-    seeds = ", ".join(map(str, sorted({result["seed"] for result in results})))
+    seeds = sorted({result["seed"] for result in results})
     dumped = [(point.config.model_dump(exclude_none=True), point.trainer) for point in points]
     trained = [what_trained(*each) for each in dumped]
     facts = [
         *_head_facts(results),
         ("runs", f"{len(results)} of {len(points)}"),
-        ("seeds", seeds or "none"),
+        ("seeds", ", ".join(map(str, seeds)) or "none"),
         *((key, "; ".join(dict.fromkeys(each[key] for each in trained))) for key in trained[0]),
         ("coins and noise", "from the seeds: simulations, which protect nobody"),
         *origin(results),
@@ -149,9 +149,10 @@ def _sections(
         axis, _ = score_axis(results[0]["score_name"])
         alt = f"Score and ε against {grid.label}, a line for each series; numbers are below."
         scores = score_table(grid, results)
+        told = "mean and range" if len(seeds) > 1 else "one seed"
         sections += [
             {"title": grid.label, "plot": plot, "alt": alt},
-            {"title": f"{axis.capitalize()}, mean and range", "table": scores},
+            {"title": f"{axis.capitalize()}, {told}", "table": scores},
             {
                 "title": "What each run did",
                 "note": _EVERY_PAIR,
@@ -188,7 +189,7 @@ def score_table(grid: Grid, results: list[Result]) -> Table:
 
 
 def plan_table(grid: Grid, results: list[Result]) -> Table:
-    """The largest ε of the runs that differ in their seed alone, and their privacy plan."""
+    """The largest ε of the runs that differ in their seed alone, their privacy plan and code."""
     alike: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         alike.setdefault((result["series"], shown(result["value"])), []).append(result)
@@ -198,7 +199,7 @@ def plan_table(grid: Grid, results: list[Result]) -> Table:
     if not any(result.get("central_noise") for result in results):
         del numbers["σ"]
     heads = (grid.label, *_FIRST, *numbers, "neighbours")
-    rows = [["series", *heads, *(f"ε {name}" for name in names)]]
+    rows = [["series", *heads, *(f"ε {name}" for name in names), "code"]]
     for (series, value), made in alike.items():
         rows.append([
             series,
@@ -207,8 +208,14 @@ def plan_table(grid: Grid, results: list[Result]) -> Table:
             *(_plan_number(key, made[0][key]) for key in numbers.values()),
             made[0]["adjacency"],
             *(epsilon_text(_largest_epsilon(made, name)) for name in names),
+            ", ".join(dict.fromkeys(map(_code, made))),
         ])  # fmt: skip
     return rows
+
+
+def _code(result: Result) -> str:
+    """The commit of the code that made a result; outside a checkout, its version."""
+    return result["commit"] or f"shufl {result['versions']['shufl']}"
 
 
 def _plan_number(key: str, value: float | None) -> str:

@@ -31,7 +31,7 @@ from run_world import (
 from shufl.cli.__main__ import app
 from shufl.simulator.config import load
 from shufl.simulator.console import Console
-from shufl.simulator.grid.page import plan_table
+from shufl.simulator.grid.page import plan_table, write_page
 from shufl.simulator.grid.points import check, play, read_result, write_result
 from shufl.simulator.grid.rows import take_over_rows, write_rows
 from shufl.simulator.grid.settings import load_grid
@@ -403,18 +403,35 @@ def test_the_grid_of_the_docs_can_be_played(tmp_path):
         check(point)
 
 
+def test_a_page_of_one_seed_says_so(tmp_path):
+    _, grid = load_grid(str(write_grid(tmp_path, 3)))
+    points = grid.points()
+    for seed, told in ((3, "one seed"), (4, "mean and range")):
+        for point in points:
+            if point.seed == seed:
+                write_result(tmp_path / point.key, point, CAME_TO)
+        text = write_page("x", grid, points, tmp_path, tmp_path / "pages", {}).read_text()
+        assert f"## Test accuracy (%), {told}\n" in text
+        assert text.count(" | 0123 |\n") == 4
+
+
 def test_the_page_has_the_largest_epsilon_of_runs_that_differ_in_their_seed():
     """Another seed's run may be of another commit, whose accountant said more."""
     about = {"series": "ours", "value": 1.0, "adjacency": "replace", "accountant": "pld"}
     about |= {"check_in_rate": 0.1, "noise_multiplier": 1.0, "shuffler_blankets": 0.0}
     about |= {"rounds": 10, "delta": 1e-5}
+    about |= {"versions": {"shufl": "0.1.0"}}
     given = [{"pld": 1.0, "crowd": 4.33641}, {"pld": 0.9, "crowd": 4.34087}, {"pld": 1.0}]
-    results = [about | {"epsilon": epsilon} for epsilon in given]
+    commits = "0123456789", "", "0123456789"  # the second is of code that lay in no checkout
+    results = [
+        about | {"epsilon": epsilon, "commit": commit}
+        for epsilon, commit in zip(given, commits, strict=True)
+    ]
     heads, *rows = plan_table(SimpleNamespace(label="value"), results)
     assert [dict(zip(heads, row, strict=True)) for row in rows] == [
         {"series": "ours", "value": "1", "halting ε": "1 (pld)", "ε for every pair": "–"}
         | {"γ": "0.1", "z": "1", "λ": "0", "rounds": "10", "δ": "1e-05", "neighbours": "replace"}
-        | {"ε pld": "1", "ε crowd": "4.341"}
+        | {"ε pld": "1", "ε crowd": "4.341", "code": "0123456789, shufl 0.1.0"}
     ]
     _, row = plan_table(SimpleNamespace(label="value"), results[:2])
     assert row[3] == "4.341 (crowd)"
