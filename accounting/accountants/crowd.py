@@ -1,7 +1,7 @@
 """`crowd`: the noise that the other users add anyway hides a user's own report.
 
-Two bounds, each for every pair of neighbours in any dimension; the larger is asked only now and
-then.
+Two bounds, each for every pair of neighbours in any dimension; those that are larger are asked only
+now and then.
 
 *Swaps* (`numerics.swap_bound`): user 1's report is taken to have changed places with another's.
 
@@ -18,7 +18,10 @@ between records x and x' of user 1 is at most
 (with m of n users in a round, n - m terms -β(α - 1) and m terms without them, m/n for γ), and the
 first part is largest for the pairs of `shufl.accounting.numerics.worst_pairs`.
 
-Both bounds move a little probability mass into δ; moving more gives a smaller ε. Every choice is a
+A round's divergence does not rise where γ falls, since a server that drops each report with the
+same chance turns a larger γ into a smaller one: so the swap bound at larger γ is a bound, too.
+
+All move a little probability mass into δ; moving more gives a smaller ε. Every choice is a
 bound at every α, and smaller ones are tried as α rises. As H_α does not rise in α, a bound at a
 smaller α holds too, and is used where a better one would not help.
 """
@@ -40,7 +43,7 @@ from shufl.accounting.numerics.sign_pairs import Response, among_reports, sign_p
 from shufl.accounting.numerics.swap_bound import SwapBound
 from shufl.accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
 
-# Factors from one step of the ladder to the next; the second is used if the first overshoots.
+# Factors from one step of the ladder to the next; each is used if the one before overshoots.
 _LADDER_STEPS = 0.2, 0.45, 0.7
 _LADDER_END, _FURTHER = 1e-4, 1e-2  # in units of the least δ that is of interest
 _SMALL = 0.015  # mass moved into δ, relative to the bound, that is worth no further step
@@ -48,7 +51,9 @@ _MOST = 0.4  # the most that may be moved into δ, relative to the last bound
 _GAIN = 0.99  # of the bound, by a step worth taking
 _AGAIN, _STALLED = 1.5, 0.95
 _HOPELESS = 3.0  # times the other bound: not worth a step
-_OTHERS_EACH = 2.0  # times α - 1, until the other bound is asked again
+_OTHERS_EACH = 2.0  # times α - 1, until the other bounds are asked again, or ...
+_FLAT = 0.8  # ... where the first fell by no more than this since the last α
+_LARGER = 1.25, 2.0  # times γ, for which swaps are asked too
 _AS_ALONE = 0.97  # of the report's own bound, from where on that does as well
 _LEAST_RATE = 1e-25  # with less the report's own coin is all that is counted on
 _COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
@@ -121,6 +126,10 @@ class Crowd(NamedTuple):
     absent: int
     others: float
 
+    def at(self, rate: float) -> "Crowd":
+        """Those of a round with another γ."""
+        return self._replace(rate=rate, coins=rate, others=(self.users - 1) * rate)
+
     def by_swaps(self, alpha: float, pair: Pair, lost: float) -> float:
         """Upper bound of H_α that gives up about α `lost`; 1 where there are too few others."""
         swap = SwapBound(self.users, self.rate, self.noise, lost)
@@ -157,8 +166,15 @@ class _Search:
     """The least bound at increasing α, for one direction of the worst pair."""
 
     def __init__(self, crowd: Crowd, pair: Pair, least: float) -> None:
-        coins = crowd.terms == crowd.users  # users report independently of each other
-        bounds = [crowd.by_swaps, crowd.by_blankets] if coins else [crowd.by_blankets]
+        bounds = [crowd.by_blankets]
+        if crowd.terms == crowd.users:  # users report independently of each other
+            # Dropping each report with the same chance, a server makes γ of a larger one.
+            larger = (each for each in _LARGER if each * crowd.rate <= 1.0)
+            bounds = [
+                crowd.by_swaps,
+                *bounds,
+                *(crowd.at(each * crowd.rate).by_swaps for each in larger),
+            ]
         self._ladders = [_Ladder(bound, pair, crowd.rate, least) for bound in bounds]
         self._negligible = _FURTHER * least
         # H_α does not rise in α: what bounded it before still does.
@@ -170,14 +186,15 @@ class _Search:
         if self._least <= self._negligible:
             return self._least
         first, *others = self._ladders
-        self._least = min(self._least, first.descend(alpha, self._least))
-        if alpha - 1.0 >= self._others_at:
+        before, self._least = self._least, min(self._least, first.descend(alpha, self._least))
+        if alpha - 1.0 >= self._others_at or self._least > _FLAT * before:
             self._others_at = _OTHERS_EACH * (alpha - 1.0)
             for other in others:
                 value = other.descend(alpha, self._least)
                 if value < self._least:
                     self._least = value
-                    self._ladders.reverse()
+                    self._ladders.remove(other)
+                    self._ladders.insert(0, other)
         return self._least
 
 
