@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,7 +28,7 @@ from run_world import (
 from shufl.accounting import Ledger
 from shufl.accounting.mechanisms import SeededRandomness
 from shufl.simulator.config import ConfigError, load
-from shufl.simulator.engines import EngineFailed, base
+from shufl.simulator.engines import base
 from shufl.simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine
@@ -153,12 +154,11 @@ def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray finds none, wherever this runs
     of = engine(tmp_path)
     keys = of.settings.keys.model_copy(update={"device": "cuda", "workers": 2})
-    message = '^simulation.device = "cuda" needs GPUs, the Ray cluster has none$'
+    settings, stop = dataclasses.replace(of.settings, keys=keys), threading.Event()
+    message = '^simulation.device must be "cpu" in this Ray, which has no GPU, got "cuda"$'
     with (
-        pytest.raises(EngineFailed, match=message),
-        ray_workers(
-            dataclasses.replace(of.settings, keys=keys), of.load_users(), tmp_path / "ray.log"
-        ),
+        pytest.raises(ConfigError, match=message),
+        ray_workers(settings, of.load_users(), tmp_path / "ray.log", stop),
     ):
         raise AssertionError("workers have started")
 

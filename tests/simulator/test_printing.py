@@ -180,4 +180,4 @@ def test_a_run_warns_of_a_delta_near_the_chance_to_take_part(capsys, rate, warne
     engine = engine_of("vectorised")(experiment)
     _describe(Console(width=200), experiment, engine, Path("runs"))
     said = capsys.readouterr().out
-    assert ("is too close to 0.002, the probability that a user takes part" in said) == warned
+    assert ("publishes all updates without noise with probability 0.3" in said) == warned
