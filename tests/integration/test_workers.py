@@ -35,6 +35,7 @@ from shufl.simulator.engines.vectorised import VectorisedEngine
 from shufl.simulator.experiment import prepare
 from shufl.simulator.run import Run
 from shufl.trained import sent
+from warm import Warm
 
 HERE = Path(__file__).parent
 VECTORISED = "simulation.engine=vectorised"
@@ -161,6 +162,46 @@ def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
         ray_workers(settings, of.load_users(), tmp_path / "ray.log", stop),
     ):
         raise AssertionError("workers have started")
+
+
+@pytest.mark.slow
+def test_what_no_node_of_a_cluster_has_is_one_line_and_nothing_is_waited_for(tmp_path):
+    """Two nodes of one CPU each. Without the check these commands would wait for ever."""
+    config, runs = tiny_config(tmp_path, 4), tmp_path / "runs"
+    run = "run", config, "--runs", runs, "--set"
+    with ray_of_its_own(nodes=2, num_cpus=1) as address:
+        env = os.environ | {"RAY_ADDRESS": address}
+        for said, command in (
+            ("--cpus must be at most 1, ", ("experiment", "digits", "--cpus", 2)),
+            ("simulation.cpus_per_node must be at most 1, ", (*run, "simulation.cpus_per_node=2")),
+            (
+                "simulation.workers must be at most 2, ",
+                (*run, "simulation.workers=3", "--engine", "vectorised"),
+            ),
+        ):
+            result = shufl(*command, env=env, cwd=tmp_path)
+            assert result.returncode == 2
+            assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
+    assert not runs.exists()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_wait_for_cpus_that_others_have(tmp_path):
+    settings = "--set", "simulation.workers=2", "--engine", "vectorised"
+    command = "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs", *settings
+    with cluster(num_cpus=2) as address:
+        taken = ray.util.placement_group([{"CPU": 1}])
+        assert taken.wait(LIMIT)
+        run = Warm(command, env=os.environ | {"RAY_ADDRESS": address})
+        try:
+            wait_until(lambda: len(ray._private.state.jobs()) == 3, LIMIT, "the run to connect")
+            wait_until(lambda: len(ray._private.state.actors()) == 2, LIMIT, "its workers")
+            run.terminate()
+            out, err = run.communicate(LIMIT)
+        finally:
+            run.kill()
+    assert (run.returncode, err) == (130, "")
+    assert "interrupted" in out and "Fewer rounds are spent" in out
 
 
 def test_more_workers_than_cpus_need_a_cluster(tmp_path, monkeypatch):

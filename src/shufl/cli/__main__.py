@@ -41,6 +41,7 @@ app = typer.Typer(
     help="Federated learning in the shuffle model of differential privacy.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click does, too
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run_command)
@@ -67,8 +68,8 @@ app.add_typer(record_app, name="record")
 
 def main() -> None:
     """Plays the command, whose signals are heard."""
-    said = logging.getLogger("shufl.accounting")  # a search, which takes its time
-    said.addHandler(logging.StreamHandler())
+    said, shown = logging.getLogger("shufl.accounting"), logging.StreamHandler()
+    said.addHandler(shown)  # a search takes its time
     said.setLevel(logging.INFO)
     atexit.register(gc.freeze)  # the process ends at once; else Python looks for cycles in torch
     for stream in (sys.stdout, sys.stderr):  # ε and σ need not stop a run where they cannot show
@@ -90,6 +91,8 @@ def main() -> None:
         print_error(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries once more, and complains
         sys.exit(1)
+    finally:
+        said.removeHandler(shown)
 
 
 if __name__ == "__main__":
