@@ -1,8 +1,11 @@
 """Ray workers of the vectorised engine: real Ray, real kills."""
 
 import dataclasses
+import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -15,6 +18,7 @@ import ray
 from rich.console import Console
 
 from nights import by_night
+from ports import free_ports
 from run_world import (
     LIMIT,
     only_folder,
@@ -142,7 +146,7 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
 @pytest.mark.nightly
 def test_workers_share_the_gpus_of_a_cluster():
     """Two, by Ray's count, which it can be told."""
-    with cluster(num_cpus=1, num_gpus=2):
+    with cluster(num_cpus=13, num_gpus=2):
         for number in (1, 2, 3, 11, 12, 13):
             share = needs_of_a_worker("cuda", number)["num_gpus"]
             together = ray.util.placement_group([{"GPU": share}] * number)
@@ -183,6 +187,52 @@ def test_what_no_node_of_a_cluster_has_is_one_line_and_nothing_is_waited_for(tmp
             assert result.returncode == 2
             assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
     assert not runs.exists()
+
+
+_AUTOSCALED = {
+    "cluster_name": "own", "max_workers": 2, "upscaling_speed": 1.0, "idle_timeout_minutes": 9,
+    "provider": {"type": "fake_multinode", "head_node_id": "f" * 51 + "00000"},
+    "auth": {}, "file_mounts": {}, "head_node_type": "head",
+    "available_node_types": {
+        "head": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
+        "more": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 2},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("newer", [0, 1])
+def test_a_cluster_with_an_autoscaler_may_get_more_nodes(tmp_path, monkeypatch, newer):
+    (tmp_path / "config.yaml").write_text(json.dumps(_AUTOSCALED))
+    ports = iter(free_ports(4))
+    address = f"127.0.0.1:{next(ports)}"
+    options = {
+        "autoscaling-config": tmp_path / "config.yaml", "num-cpus": 1, "include-dashboard": False,
+        "node-ip-address": "127.0.0.1", "port": address.rpartition(":")[2],
+        "ray-client-server-port": next(ports), "metrics-export-port": next(ports),
+        "dashboard-agent-listen-port": next(ports), "min-worker-port": 0, "max-worker-port": 0,
+    }  # fmt: skip
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    env = os.environ | {"RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": str(newer)}
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with (tmp_path / "said").open("wb") as said:
+        head = subprocess.Popen(command, stdout=said, stderr=said, env=env)
+    try:
+
+        def known():
+            assert head.poll() is None, (tmp_path / "said").read_text()
+            try:
+                return base.nodes_of_ray() is None
+            except ConfigError:  # it does not answer yet
+                return False
+
+        wait_until(known, LIMIT, "the autoscaler to say that it is there")
+        base.check_cpus("--cpus", 4)
+    finally:
+        head.terminate()
+        head.wait()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from nights import by_night
+from shufl.accounting import ACCOUNTANTS
 from shufl.cli.__main__ import main
 
 HERE = f"{__name__}:"
@@ -75,7 +76,7 @@ def of_run(*changes):
             for epsilon, shown in [("0", "0"), ("four", "'four'")]
         ],
         (["privacy.rounds=1.5"], "privacy.rounds must be a whole number from 1 to 10^9, got 1.5"),
-        (["privacy.accountant=blankets"], "must be one of theorem3, rdp, pld, blanket, "),
+        (["privacy.accountant=blankets"], f"must be one of {', '.join(ACCOUNTANTS)}, got"),
         (["simulation.engine=vectorized"], "must be one of flower, vectorised, got 'vectorized'"),
         *[
             ([f"training.learning_rate={rate}"], f"must be a number in (0, 1e30], got {rate}")
