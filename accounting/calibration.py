@@ -55,7 +55,7 @@ def participation_note(check_in_rate: float, rounds: int, delta: float) -> str |
     no ε, because a user then shows with probability δ.
     """
     chance = min(check_in_rate * rounds, 1.0)
-    if delta < 0.1 * chance:
+    if chance == 0.0 or delta < 0.1 * chance:
         return None
     return (
         f"delta = {delta:.3g} promises little: a run that publishes all updates without noise with "

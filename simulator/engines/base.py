@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS = 10.0  # for a cluster to answer
 _NEW_AUTOSCALER = b"__autoscaler_v2_enabled", b"__autoscaler"
 _ALIVE = 0  # in ray's GcsNodeInfo
+_ANY_NODE = {"CPU": 1e9, "GPU": 1e9}
 
 
 class EngineFailed(RuntimeError):
@@ -110,9 +111,7 @@ def check_cpus(key: str, asked: float, gpus: int = 0) -> None:
     Raises:
         ConfigError: with the key; or there is no GPU; or no Ray answers.
     """
-    if (nodes := nodes_of_ray()) is None:
-        return
-    fit = [node.get("CPU", 0.0) for node in nodes if node.get("GPU", 0.0) >= gpus]
+    fit = [each.get("CPU", 0.0) for each in nodes_of_ray() if each.get("GPU", 0.0) >= gpus]
     if gpus and not fit:
         raise ConfigError(NO_GPU)
     if asked > (most := max(fit, default=0.0)):
@@ -122,32 +121,31 @@ def check_cpus(key: str, asked: float, gpus: int = 0) -> None:
         )
 
 
-def nodes_of_ray() -> list[dict[str, float]] | None:
+def nodes_of_ray() -> list[dict[str, float]]:
     """What each node has by resource, of the Ray to which this process is or would be connected.
 
-    None if nobody knows: before a connection by Ray's client protocol, or with an autoscaler.
+    One with more than any needs is among them where nodes are added as needed, by an autoscaler, or
+    by Ray's client protocol are not known.
 
     Raises:
         ConfigError: no Ray answers at RAY_ADDRESS.
     """
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     server = "" if connected else check_cluster()
-    if not (connected or server):
-        if os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
-            return None
+    if not (connected or server) and os.environ.get("RAY_ADDRESS", "") in ("", "local"):
         return [{"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}]
-    import ray
     from ray._private import services, worker
 
-    if connected and ray.util.client.ray.is_connected():
-        task = ray.remote(num_cpus=0)(nodes_of_ray)
-        return cast("list[dict[str, float]] | None", ray.get(task.remote()))
-    gcs = worker.global_worker.gcs_client if connected else services.GcsClient(address=server)
-    kinds = json.loads(gcs.internal_kv_get(b"__autoscaling_status", None) or "{}")
-    kinds = (kinds.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    gcs = getattr(worker.global_worker, "gcs_client", None)  # none by the client protocol
+    if server:
+        gcs = services.GcsClient(server)
+    if not gcs:
+        return [_ANY_NODE]
+    said = json.loads(gcs.internal_kv_get(b"__autoscaling_status", None) or "{}")
+    kinds = (said.get("autoscaler_report") or {}).get("node_type_mapping") or {}
     scales = any(kind != f"node_{node}" for node, kind in kinds.items())  # each is its own, else
     if scales or gcs.internal_kv_get(*_NEW_AUTOSCALER) == b"1":
-        return None
+        return [_ANY_NODE]
     nodes = gcs.get_all_node_info().values()
     return [dict(node.resources_total) for node in nodes if node.state == _ALIVE]
 

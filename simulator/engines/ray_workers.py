@@ -8,7 +8,6 @@ import math
 import operator
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,13 +97,11 @@ def _start(
             (make(sys.path), [shared, ray.put(records.of(*shard))]) for shard in ends
         ]
         ready = [worker.__ray_ready__.remote() for worker, _ in workers]
-        until = time.monotonic() + _START_SECONDS
-        while len(ray.wait(ready, num_returns=len(ready), timeout=_POLL_SECONDS)[0]) < len(ready):
-            if stop.is_set():
-                return workers  # nobody will ask them
-            if time.monotonic() > until:
+        for _ in range(int(_START_SECONDS / _POLL_SECONDS)):
+            done, waiting = ray.wait(ready, num_returns=len(ready), timeout=_POLL_SECONDS)
+            if stop.is_set() or not waiting:
                 break
-        ray.get(ready, timeout=0)
+        ray.get(done if stop.is_set() else ready, timeout=0)
         return workers
     except GetTimeoutError as error:
         free = ray.available_resources()
@@ -124,23 +121,20 @@ def needs_of_a_worker(device: str, number: int) -> dict[str, float]:
         ConfigError: the nodes of Ray cannot host as many workers at once; or no Ray answers.
     """
     nodes, share = nodes_of_ray(), 0.0
+    room = [int(node.get("CPU", 0)) for node in nodes]
     if device == "cuda":
-        there = [ray.cluster_resources()] if nodes is None and ray.is_initialized() else nodes
-        gpus = sum(int(node.get("GPU", 0)) for node in there or [{"GPU": number}])
-        if gpus == 0:
+        gpus = [int(node.get("GPU", 0)) for node in nodes]
+        if not any(gpus):
             raise ConfigError(NO_GPU)
+        each = math.ceil(number / sum(gpus))
         # Ray counts in 1/10000 and rounds up: six times 1/6 would not fit.
-        share = 10_000 // math.ceil(number / gpus) / 10_000
-    if nodes is not None:
-        room = 0
-        for node in nodes:
-            cpus = int(node.get("CPU", 0))
-            room += min(cpus, int(node.get("GPU", 0) / share)) if share else cpus
-        if number > room:
-            raise ConfigError(
-                f"simulation.workers must be at most {room}, which have a CPU each"
-                f"{f' and {share:g} GPUs' * bool(share)} on the nodes of Ray, got {number}"
-            )
+        share = 10_000 // each / 10_000
+        room = [min(cpus, each * held) for cpus, held in zip(room, gpus, strict=True)]
+    if number > sum(room):
+        raise ConfigError(
+            f"simulation.workers must be at most {sum(room)}, which have a CPU each"
+            f"{' beside a GPU' * bool(share)} on the nodes of Ray, got {number}"
+        )
     return {"num_cpus": 1, "num_gpus": share}
 
 

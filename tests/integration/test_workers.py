@@ -192,7 +192,16 @@ def test_what_no_node_of_a_cluster_has_is_one_line_and_nothing_is_waited_for(tmp
 _AUTOSCALED = {
     "cluster_name": "own", "max_workers": 2, "upscaling_speed": 1.0, "idle_timeout_minutes": 9,
     "provider": {"type": "fake_multinode", "head_node_id": "f" * 51 + "00000"},
-    "auth": {}, "file_mounts": {}, "head_node_type": "head",
+    "head_node_type": "head", "file_mounts_sync_continuously": False,
+    **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+    **{name: {} for name in ("auth", "docker", "file_mounts")},
+    **{
+        f"{name}_commands": []
+        for name in (
+            "initialization", "setup", "head_setup", "worker_setup", "head_start_ray",
+            "worker_start_ray",
+        )
+    },
     "available_node_types": {
         "head": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
         "more": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 2},
@@ -203,7 +212,7 @@ _AUTOSCALED = {
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("newer", [0, 1])
-def test_a_cluster_with_an_autoscaler_may_get_more_nodes(tmp_path, monkeypatch, newer):
+def test_a_cluster_with_an_autoscaler_may_get_more_nodes(tmp_path, memory_path, monkeypatch, newer):
     (tmp_path / "config.yaml").write_text(json.dumps(_AUTOSCALED))
     ports = iter(free_ports(4))
     address = f"127.0.0.1:{next(ports)}"
@@ -216,6 +225,7 @@ def test_a_cluster_with_an_autoscaler_may_get_more_nodes(tmp_path, monkeypatch, 
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
     command += [f"--{name}={value}" for name, value in options.items()]
     env = os.environ | {"RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": str(newer)}
+    env["RAY_TMPDIR"] = str(memory_path)  # where no other test looks for a cluster
     monkeypatch.setenv("RAY_ADDRESS", address)
     with (tmp_path / "said").open("wb") as said:
         head = subprocess.Popen(command, stdout=said, stderr=said, env=env)
@@ -224,7 +234,7 @@ def test_a_cluster_with_an_autoscaler_may_get_more_nodes(tmp_path, monkeypatch, 
         def known():
             assert head.poll() is None, (tmp_path / "said").read_text()
             try:
-                return base.nodes_of_ray() is None
+                return base.nodes_of_ray() == [base._ANY_NODE]
             except ConfigError:  # it does not answer yet
                 return False
 
