@@ -51,15 +51,16 @@ class CalibrationError(ConfigError):
 def participation_note(check_in_rate: float, rounds: int, delta: float) -> str | None:
     """Returns one line where δ is not far below a user's chance Tγ to take part; otherwise None.
 
-    There (ε, δ) promises little: to publish one user's update as it is, in one round out of many,
-    costs no ε once δ is Tγ.
+    There (ε, δ) promises little: to publish all updates as they are with probability δ/(Tγ) costs
+    no ε, because a user then shows with probability δ.
     """
     chance = min(check_in_rate * rounds, 1.0)
-    if delta < 0.1 * chance:
+    if chance == 0.0 or delta < 0.1 * chance:
         return None
     return (
-        f"delta = {delta:.3g} is too close to {chance:.3g}, the probability that a user takes part "
-        "at all; choose a smaller delta"
+        f"delta = {delta:.3g} promises little: a run that publishes all updates without noise with "
+        f"probability {min(delta / chance, 1.0):.3g} satisfies it at any epsilon; choose a smaller "
+        "delta"
     )
 
 

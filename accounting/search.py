@@ -1,5 +1,6 @@
 """The one search: a plan that leaves values open, and what its target ε allows."""
 
+import logging
 from collections.abc import Callable
 
 from shufl.accounting.calibration import (
@@ -19,6 +20,7 @@ from shufl.accounting.mechanisms import MECHANISMS, RandomisedResponse
 from shufl.accounting.plan import OpenPlan, PrivacyPlan
 from shufl.accounting.registry import ACCOUNTANTS, check_accountant
 
+_LOG = logging.getLogger(__name__)
 _NOISE, _LOCAL, _BLANKETS = "noise_multiplier", "local_epsilon", "shuffler_blankets"
 _ANY = {
     **{_NOISE: 2.0, _LOCAL: 1.0, _BLANKETS: 1.0, "rounds": 1, "check_in_rate": 1.0},
@@ -54,6 +56,9 @@ def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> Pri
     plan = plan if epsilon is None else plan.replace(target_epsilon=epsilon)
     some = plan.closed(**{name: _ANY[name] for name in plan.open})
     PrivacyPlan(**dict(some))  # what does not fit is refused before the search, which takes time
+    if plan.open:
+        what = " and ".join(plan.open)
+        _LOG.info("searching for %s within epsilon %g", what, plan.target_epsilon)
     found = fitted(plan)
     if not found.rounds:
         raise CalibrationError(f"not one round is within epsilon {plan.target_epsilon:g}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ from shufl.simulator.section import Carried, ConfigError, find, readers_code
 from shufl.simulator.tasks import Form, Task, load_task, loss_of
 from shufl.simulator.trial import try_users
 from shufl.trained import dimension
+
+Check = Callable[[Config, int], None]
+"""Refuses, by a ConfigError, a configuration whose model has so many parameters."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,10 @@ class Experiment:
         return optimiser(self.config, self.halting_round)
 
 
-def prepare(config: Config) -> Experiment:
+def prepare(config: Config, check: Check = lambda config, parameters: None) -> Experiment:
     """Loads the dataset, computes its features and decides every value.
+
+    A search for what the plan leaves open comes last, because it takes time; `check` comes before.
 
     Raises:
         ConfigError: values that do not fit together or the data, or a dataset that is not there;
@@ -160,18 +166,15 @@ def prepare(config: Config) -> Experiment:
             f"got {config.privacy.categories}"
         )
     config = _resolve(config, dataset)
-    config, plan, unused = plan_of(config)
-    experiment = Experiment(config, plan, halting_round=0, parameters=0)
-    _try_task(experiment)
-    name = config.training.algorithm
-    if config.training.algorithm_options:
-        if name == "fedsgd":
-            raise ConfigError("training.algorithm_options must be empty for fedsgd")
-        step = STEPS.get(name) or find("training.algorithm", name, {})
-        with readers_code(f"training.algorithm_options are none of {name}"):
-            inspect.signature(step).bind(*[None] * 5, **config.training.algorithm_options)
+    unknown = cast(PrivacyPlan, None)  # nothing before the search asks for it
+    experiment = Experiment(config, unknown, halting_round=0, parameters=0)
     name, model = config.training.optimiser, experiment.make_model()
-    nothing = np.zeros(dimension(model), dtype=np.float32)
+    parameters = dimension(model)
+    check(config, parameters)
+    _try_task(experiment)
+    _check_options(config)
+    _ = experiment.make_aggregator
+    nothing = np.zeros(parameters, dtype=np.float32)
     with readers_code(f"training.optimiser_options are none of {name}"):
         own = optimiser(config, 1)
         own.step(own.build(model), model, nothing, 1)
@@ -179,8 +182,11 @@ def prepare(config: Config) -> Experiment:
         if (average := own.average_of(model)) is not None:
             average.update_parameters(model)  # a copy
             average.update_parameters(model)
-    _try_aggregator(experiment, nothing.size)
-    most_records, parameters = experiment.partition.most_records, nothing.size
+    most_records = experiment.partition.most_records
+    together = try_users(experiment.make_model, experiment.local_training, most_records)
+    config, plan, unused = plan_of(config)
+    experiment = replace(experiment, config=config, plan=plan)
+    _try_aggregator(experiment, parameters)
     halting_round = rounds_within_budget(plan)
     if halting_round == 0:
         one = plan.make_accountant().compose(plan.event()).get_epsilon(plan.delta)
@@ -188,13 +194,18 @@ def prepare(config: Config) -> Experiment:
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    return replace(
-        experiment,
-        halting_round=halting_round,
-        parameters=parameters,
-        together=try_users(experiment.make_model, experiment.local_training, most_records),
-        unused=unused,
-    )
+    return Experiment(config, plan, halting_round, parameters, together, unused)
+
+
+def _check_options(config: Config) -> None:
+    """Refuses options that the algorithm does not take."""
+    name = config.training.algorithm
+    if config.training.algorithm_options:
+        if name == "fedsgd":
+            raise ConfigError("training.algorithm_options must be empty for fedsgd")
+        step = STEPS.get(name) or find("training.algorithm", name, {})
+        with readers_code(f"training.algorithm_options are none of {name}"):
+            inspect.signature(step).bind(*[None] * 5, **config.training.algorithm_options)
 
 
 _NO_METRICS = {
@@ -264,12 +275,21 @@ def check_report_size(
     Raises:
         ConfigError: It has too many parameters; or with sums a node adds too little noise.
     """
-    most = most_parameters(config.shuffler.sealing, plan.mixing)
+    check_model_size(config, parameters)
+    plan.check_dimension(parameters, of_node)
+
+
+def check_model_size(config: Config, parameters: int) -> None:
+    """Refuses a model of which no report holds all parameters.
+
+    Raises:
+        ConfigError: It has too many.
+    """
+    most = most_parameters(config.shuffler.sealing, config.privacy.mixing)
     if parameters > most:
         raise ConfigError(
             f"model {config.model.name} has {parameters} parameters; a report holds at most {most}"
         )
-    plan.check_dimension(parameters, of_node)
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:

@@ -84,8 +84,9 @@ class Run:
         Raises:
             ConfigError: before any work.
         """
-        experiment = prepare(config)
-        engine = engine_of(config.simulation.engine)(experiment)
+        make_engine = engine_of(config.simulation.engine)
+        experiment = prepare(config, make_engine.check)
+        engine = make_engine(experiment)
         return cls(make_folder(runs, experiment), experiment, engine, console)
 
     @classmethod
@@ -104,9 +105,10 @@ class Run:
         Raises:
             ConfigError: the folder's config.toml cannot be run.
         """
-        experiment = prepare(config or config_of(folder))
-        make_engine = make_engine or engine_of(experiment.config.simulation.engine)
-        return cls(folder, experiment, make_engine(experiment), console)
+        config = config or config_of(folder)
+        usual = engine_of(config.simulation.engine)
+        experiment = prepare(config) if make_engine else prepare(config, usual.check)
+        return cls(folder, experiment, (make_engine or usual)(experiment), console)
 
     def train(self, on_round: OnRound = lambda model: False) -> RunEnd:
         """Trains to the end, from the checkpoint if the run was begun before.

@@ -142,8 +142,10 @@ def wait_until(condition, seconds, what):
 
 
 @contextmanager
-def ray_of_its_own(warm=True, **resources):
+def ray_of_its_own(warm=True, nodes=1, **resources):
     """A Ray in a process of its own; its address. `warm`: its workers are forks.
+
+    Each of its nodes has the resources.
 
     Ray forks where it starts, which in a process with gRPC's threads sometimes hangs.
     """
@@ -151,7 +153,13 @@ def ray_of_its_own(warm=True, **resources):
         "import ray, sys\n"
         "from ray._private import ray_constants\n"
         f"if {warm}: ray_constants.SETUP_WORKER_FILENAME = {warm_ray.__file__!r}\n"
-        f"ray.init(\"local\", include_dashboard=False, log_to_driver=False, **{resources})\n"
+        f"own = {resources} | {{'include_dashboard': False}}\n"
+        f"if {nodes} == 1: ray.init('local', log_to_driver=False, **own)\n"
+        "else:\n"
+        "    from ray.cluster_utils import Cluster\n"
+        "    cluster = Cluster(True, head_node_args=own)\n"
+        f"    for _ in range({nodes} - 1): cluster.add_node(**{resources})\n"
+        "    ray.init(cluster.address, log_to_driver=False)\n"
         "print(ray.get_runtime_context().gcs_address, flush=True)\n"
         "sys.stdin.read()\n"
     )

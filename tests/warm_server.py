@@ -39,7 +39,7 @@ _IMPORTED = [
 ]
 
 _PROGRAMS = {
-    "shufl": "shufl.cli.__main__:main",
+    "shufl": "shufl.cli:main",
     "flwr": "flwr.cli.app:app",
     "flower-superlink": "flwr.superlink.cli.flower_superlink:flower_superlink",
     "flower-supernode": "flwr.supernode.cli.flower_supernode:flower_supernode",

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
+
+import torch
 
 from shufl.simulator.logs import log_handler
 from shufl.simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
     from shufl.server import Observe, RunEnd, TrainingSettings
+    from shufl.simulator.config import Config
     from shufl.simulator.experiment import Experiment
 
 
 _CONNECT_SECONDS = 10.0  # for a cluster to answer
+_NEW_AUTOSCALER = b"__autoscaler_v2_enabled", b"__autoscaler"
+_ALIVE = 0  # in ray's GcsNodeInfo
+_ANY_NODE = {"CPU": 1e9, "GPU": 1e9}
 
 
 class EngineFailed(RuntimeError):
@@ -54,6 +61,16 @@ class Engine(Protocol):
             ConfigError: this engine cannot run it, or not on this machine.
         """
 
+    @staticmethod
+    def check(config: Config, parameters: int) -> None:
+        """Refuses at once what this engine, or this machine, cannot run; making it does so too.
+
+        `config` has its number of users. The model has so many parameters.
+
+        Raises:
+            ConfigError: before anything that takes time, such as a search for noise.
+        """
+
     def run(
         self,
         training: TrainingSettings,
@@ -72,43 +89,78 @@ class Engine(Protocol):
         """
 
 
-def check_draws(experiment: Experiment) -> None:
+def check_draws(config: Config) -> None:
     """Refuses allocation from the operating system's entropy: a resumed run would draw again.
 
     Raises:
         ConfigError: the plan asks for it.
     """
-    if experiment.plan.participation == "allocation" and experiment.seed is None:
+    if config.privacy.participation == "allocation" and config.seed == "system":
         raise ConfigError(
             "seed must be a number with privacy.participation allocation, so that a "
             'run which is resumed has the same draws, got "system"'
         )
 
 
-def check_cpus(key: str, asked: float) -> None:
-    """Refuses more CPUs than this machine has, or the Ray that this program has started.
+NO_GPU = 'simulation.device must be "cpu" in this Ray, which has no GPU, got "cuda"'
+
+
+def check_cpus(key: str, asked: float, gpus: int = 0) -> None:
+    """Refuses more CPUs than a node of Ray has, beside a GPU if `gpus`: Ray would wait for ever.
 
     Raises:
-        ConfigError: with the key.
+        ConfigError: with the key; or there is no GPU; or no Ray answers.
     """
-    ray, most, which = sys.modules.get("ray"), float(os.cpu_count() or 1), "here"
-    if ray is not None and ray.is_initialized():
-        most, which = ray.cluster_resources().get("CPU", 0.0), "of the Ray that runs"
-    elif os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
-        return  # it is not known yet
-    if asked > most:
-        raise ConfigError(f"{key} must be at most {most:g}, the CPUs {which}, got {asked:g}")
+    fit = [each.get("CPU", 0.0) for each in nodes_of_ray() if each.get("GPU", 0.0) >= gpus]
+    if gpus and not fit:
+        raise ConfigError(NO_GPU)
+    if asked > (most := max(fit, default=0.0)):
+        which = f"largest node{' with a GPU' * gpus}"
+        raise ConfigError(
+            f"{key} must be at most {most:g}, the CPUs of Ray's {which}, got {asked:g}"
+        )
 
 
-def check_cluster() -> None:
+def nodes_of_ray() -> list[dict[str, float]]:
+    """What each node has by resource, of the Ray to which this process is or would be connected.
+
+    One with more than any needs is among them where nodes are added as needed, by an autoscaler, or
+    by Ray's client protocol are not known.
+
+    Raises:
+        ConfigError: no Ray answers at RAY_ADDRESS.
+    """
+    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    server = "" if connected else check_cluster()
+    if not (connected or server) and os.environ.get("RAY_ADDRESS", "") in ("", "local"):
+        return [{"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}]
+    from ray._private import services, worker
+
+    gcs = getattr(worker.global_worker, "gcs_client", None)  # none by the client protocol
+    if server:
+        gcs = services.GcsClient(server)
+    if not gcs:
+        return [_ANY_NODE]
+    said = json.loads(gcs.internal_kv_get(b"__autoscaling_status", None) or "{}")
+    kinds = (said.get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    scales = any(kind != f"node_{node}" for node, kind in kinds.items())  # each is its own, else
+    if scales or gcs.internal_kv_get(*_NEW_AUTOSCALER) == b"1":
+        return [_ANY_NODE]
+    nodes = gcs.get_all_node_info().values()
+    return [dict(node.resources_total) for node in nodes if node.state == _ALIVE]
+
+
+def check_cluster() -> str:
     """Refuses a RAY_ADDRESS where no Ray answers; Ray itself would try for minutes.
+
+    Returns the address of its control store; "" for a Ray of our own, or by the client protocol.
 
     Raises:
         ConfigError: none does.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):  # a Ray of our own
-        return
+        return ""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray._private.services import canonicalize_bootstrap_address
@@ -133,6 +185,7 @@ def check_cluster() -> None:
         raise ConfigError(
             f"RAY_ADDRESS must name a running cluster, got {address}: {why}"
         ) from error
+    return "" if by_client else server
 
 
 @contextmanager
@@ -147,7 +200,7 @@ def running_ray(log_file: Path) -> Iterator[None]:
         EngineFailed: Ray does not start, as on a machine so busy that it takes half a minute.
     """
     import ray
-    from ray._private import worker
+    from ray._private import utils, worker
 
     if ray.is_initialized():
         with mock.patch.object(ray, "shutdown"):  # which Flower's engine calls at its end
@@ -167,6 +220,8 @@ def running_ray(log_file: Path) -> Iterator[None]:
     with (
         logs_to(log_file, "ray"),
         mock.patch.object(worker, "print_to_stdstream", write),  # Ray has no setting for this
+        mock.patch.object(utils, "set_sigterm_handler"),  # nor for this: ours stay
+        mock.patch.object(worker, "connect", _keeping_handlers(worker.connect)),
     ):
         try:
             ray.init(address, **options)
@@ -176,6 +231,24 @@ def running_ray(log_file: Path) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _keeping_handlers(connect: Callable[..., Any]) -> Callable[..., Any]:
+    """Ray's C++ puts handlers in place that print a stack trace: a signal waits for ours."""
+
+    def kept(*given: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return connect(*given, **options)
+        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        try:
+            return connect(*given, **options)
+        finally:
+            for number in numbers:
+                signal.signal(number, signal.getsignal(number))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return kept
 
 
 _WAKEUPS: list[int] = []  # descriptors that are in force, the innermost last
@@ -197,8 +270,6 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
 
     Every SIGHUP sets `stop`, since a closing terminal may send several, unless SIGHUP is ignored
     (`nohup`).
-
-    Ray puts handlers of its own in place when it starts, so this is entered again after that.
 
     The system may give a signal to any thread. Python's handler then waits for the main thread,
     which may sleep until the run ends, as do the old handlers; a thread that reads the wakeup

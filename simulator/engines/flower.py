@@ -30,19 +30,18 @@ from shufl.server import (
 from shufl.shuffler import ShufflerProcess
 from shufl.simulator.engines.base import (
     EngineFailed,
-    check_cluster,
     check_cpus,
     check_draws,
-    interrupts,
     logs_to,
     running_ray,
 )
 from shufl.simulator.engines.flower_worker import leased, simulated_device
 from shufl.simulator.engines.memory import keep_freed_memory
-from shufl.simulator.experiment import check_report_size
+from shufl.simulator.experiment import check_model_size
 from shufl.simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
+    from shufl.simulator.config import Config
     from shufl.simulator.experiment import Experiment
 
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
@@ -67,19 +66,11 @@ class FlowerEngine:
     repeats_releases = True
 
     def __init__(self, experiment: Experiment):
-        """Checks the number of nodes, and of their CPUs."""
+        """Checks what `check` does, and with sums the noise of nodes."""
         simulation, plan = experiment.config.simulation, experiment.plan
-        if simulation.nodes > plan.users:
-            raise ConfigError(
-                f"simulation.nodes must be at most the number of users, {plan.users}, "
-                f"got {simulation.nodes}"
-            )
-        check_cpus("simulation.cpus_per_node", simulation.cpus_per_node)
-        of_node = plan.users // simulation.nodes
-        check_report_size(experiment.config, plan, experiment.parameters, of_node)
-        check_draws(experiment)
+        self.check(experiment.config, experiment.parameters)
+        plan.check_dimension(experiment.parameters, plan.users // simulation.nodes)
         self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
-        check_cluster()
         self._keys, self._shuffler = simulation, experiment.config.shuffler
         self._carried = experiment.carried
         self._make_aggregator = experiment.make_aggregator
@@ -94,6 +85,19 @@ class FlowerEngine:
             together=experiment.together,
             last_round=experiment.halting_round,
         )
+
+    @staticmethod
+    def check(config: Config, parameters: int) -> None:
+        """Checks the number of nodes, their CPUs, and the model's size."""
+        simulation, users = config.simulation, config.data.users
+        if users is not None and simulation.nodes > users:
+            raise ConfigError(
+                f"simulation.nodes must be at most the number of users, {users}, "
+                f"got {simulation.nodes}"
+            )
+        check_model_size(config, parameters)
+        check_draws(config)
+        check_cpus("simulation.cpus_per_node", simulation.cpus_per_node)
 
     def run(
         self,
@@ -116,7 +120,7 @@ class FlowerEngine:
                 stack.push(each)
                 each.start()
             stack.enter_context(running_ray(folder / "ray.log"))  # starts meanwhile
-            stack.enter_context(interrupts(stop))
+            check_cpus("simulation.cpus_per_node", keys.cpus_per_node)
             for carried in self._carried:  # Flower sends its app with every message
                 carried.put_in_ray()
             for each in shufflers:
@@ -176,8 +180,8 @@ def run_on_flower(
     Flower deprecates `run_simulation` in favour of `flwr run`, which starts a SuperLink that
     outlives the command.
 
-    The first interrupt (Ctrl-C, SIGTERM) sets `stop`, which the ServerApp polls; it then ends the
-    run in order. Nodes still at work when it has ended are killed after some seconds.
+    The ServerApp polls `stop`, which an interrupt sets, and then ends the run in order. Nodes still
+    at work when it has ended are killed after some seconds.
 
     Args:
         server_app, client_app: the apps.
@@ -195,16 +199,13 @@ def run_on_flower(
     main = _Main(server_app)
     with logs_to(log_file, "flwr"), tempfile.TemporaryDirectory(prefix="shufl-") as lease:
         try:
-            with interrupts(stop):
-                threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
-                run_simulation(
-                    main.app,
-                    leased(client_app, Path(lease), sys.path),
-                    num_supernodes=nodes,
-                    backend_config={
-                        "client_resources": {"num_cpus": cpus_per_node, "num_gpus": 0.0}
-                    },
-                )
+            threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
+            run_simulation(
+                main.app,
+                leased(client_app, Path(lease), sys.path),
+                num_supernodes=nodes,
+                backend_config={"client_resources": {"num_cpus": cpus_per_node, "num_gpus": 0.0}},
+            )
         except Exception as error:
             if not main.ended.is_set():
                 main.error = EngineFailed(

@@ -7,6 +7,7 @@ import itertools
 import math
 import operator
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +18,18 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from shufl.simulator.data.partition import Partition, PartitionedRecords
-from shufl.simulator.engines.base import EngineFailed, running_ray
+from shufl.simulator.engines.base import NO_GPU, EngineFailed, nodes_of_ray, running_ray
 from shufl.simulator.engines.report_sum import Blankets, ReportSum, SumReports, VectorisedSettings
-from shufl.simulator.section import make_importable, one_line
+from shufl.simulator.section import ConfigError, make_importable, one_line
 
 _START_SECONDS = 600.0
+_POLL_SECONDS = 0.5  # between looks at whether an interrupt came
 _TRIES = 3  # of a shard's part of a round
 
 
 @contextmanager
 def ray_workers(
-    settings: VectorisedSettings, records: PartitionedRecords, log_file: Path
+    settings: VectorisedSettings, records: PartitionedRecords, log_file: Path, stop: threading.Event
 ) -> Iterator[SumReports]:
     """Starts `simulation.workers` Ray workers and gives `ReportSum.sum` by all of them.
 
@@ -39,12 +41,12 @@ def ray_workers(
     log file.
 
     Raises:
-        EngineFailed: Ray or the workers do not start or fail, one dies in every try of a round, or
-            the cluster lacks the GPUs.
+        ConfigError: the cluster can never host all workers at once.
+        EngineFailed: Ray or the workers do not start or fail, or one dies in every try of a round.
     """
     ends = shards(records.partition, settings.records_per_block, settings.keys.workers)
     with running_ray(log_file):
-        workers = _start(settings, records, ends)
+        workers = _start(settings, records, ends, stop)
 
         def sum_reports(
             round: int, state: Mapping[str, Any], users: np.ndarray, blankets: list[Blankets]
@@ -81,18 +83,25 @@ class _Worker:
 
 
 def _start(
-    settings: VectorisedSettings, records: PartitionedRecords, ends: list[tuple[int, int]]
+    settings: VectorisedSettings,
+    records: PartitionedRecords,
+    ends: list[tuple[int, int]],
+    stop: threading.Event,
 ) -> list[tuple[Any, list[Any]]]:
     """A worker for each shard, once all of them are ready, and what it must hold."""
+    needs: dict[str, Any] = needs_of_a_worker(settings.keys.device, len(ends))
     try:
-        needs: dict[str, Any] = needs_of_a_worker(settings.keys.device, len(ends))
         make = ray.remote(max_restarts=-1, max_task_retries=_TRIES - 1, **needs)(_Worker).remote
         shared = ray.put(settings)
         workers: list[tuple[Any, list[Any]]] = [
             (make(sys.path), [shared, ray.put(records.of(*shard))]) for shard in ends
         ]
         ready = [worker.__ray_ready__.remote() for worker, _ in workers]
-        ray.get(ready, timeout=_START_SECONDS)
+        for _ in range(int(_START_SECONDS / _POLL_SECONDS)):
+            done, waiting = ray.wait(ready, num_returns=len(ready), timeout=_POLL_SECONDS)
+            if stop.is_set() or not waiting:
+                break
+        ray.get(done if stop.is_set() else ready, timeout=0)
         return workers
     except GetTimeoutError as error:
         free = ray.available_resources()
@@ -101,8 +110,6 @@ def _start(
             f"within {_START_SECONDS:g} s; {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} "
             "GPUs are free"
         ) from error
-    except EngineFailed:
-        raise
     except Exception as error:
         raise EngineFailed(f"Ray did not start: {_cause(error)}") from error
 
@@ -111,15 +118,24 @@ def needs_of_a_worker(device: str, number: int) -> dict[str, float]:
     """What each of the workers asks of Ray: of GPUs 1, or 1/k where k workers must share one.
 
     Raises:
-        EngineFailed: the cluster has no GPU.
+        ConfigError: the nodes of Ray cannot host as many workers at once; or no Ray answers.
     """
-    if device == "cpu":
-        return {"num_cpus": 1, "num_gpus": 0}
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    if gpus == 0:
-        raise EngineFailed('simulation.device = "cuda" needs GPUs, the Ray cluster has none')
-    # Ray counts in 1/10000 and rounds up: six times 1/6 would not fit.
-    return {"num_cpus": 1, "num_gpus": 10_000 // math.ceil(number / gpus) / 10_000}
+    nodes, share = nodes_of_ray(), 0.0
+    room = [int(node.get("CPU", 0)) for node in nodes]
+    if device == "cuda":
+        gpus = [int(node.get("GPU", 0)) for node in nodes]
+        if not any(gpus):
+            raise ConfigError(NO_GPU)
+        each = math.ceil(number / sum(gpus))
+        # Ray counts in 1/10000 and rounds up: six times 1/6 would not fit.
+        share = 10_000 // each / 10_000
+        room = [min(cpus, each * held) for cpus, held in zip(room, gpus, strict=True)]
+    if number > sum(room):
+        raise ConfigError(
+            f"simulation.workers must be at most {sum(room)}, which have a CPU each"
+            f"{' beside a GPU' * bool(share)} on the nodes of Ray, got {number}"
+        )
+    return {"num_cpus": 1, "num_gpus": share}
 
 
 def shards(partition: Partition, block: int, number: int) -> list[tuple[int, int]]:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from shufl.accounting.mechanisms import (
-    LdpSgd,
     all_allocated,
     make_randomness,
     seed_of_shuffler,
@@ -37,7 +36,7 @@ from shufl.server import (
     TrainingSettings,
 )
 from shufl.simulator.engine_table import VectorisedKeys
-from shufl.simulator.engines.base import check_cluster, check_cpus, check_draws, interrupts
+from shufl.simulator.engines.base import check_draws
 from shufl.simulator.engines.report_sum import (
     ReportSum,
     SumReports,
@@ -49,6 +48,7 @@ from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line
 from shufl.trained import frozen_digest, sent
 
 if TYPE_CHECKING:
+    from shufl.simulator.config import Config
     from shufl.simulator.experiment import Experiment
 
 _SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
@@ -65,21 +65,7 @@ class VectorisedEngine:
     def __init__(self, experiment: Experiment):
         """Checks that the device, the CPUs or the Ray cluster are there; tries the model."""
         keys = experiment.config.simulation
-        _check_machine(keys)
-        check_draws(experiment)
-        if (aggregator := experiment.config.training.aggregator) != "mean":
-            raise ConfigError(
-                "training.aggregator must be mean with engine vectorised, which has the sum of a "
-                f"round's reports alone, got {aggregator}"
-            )
-        mechanism = experiment.plan.mechanism
-        of_sums = experiment.plan.mixing == "sum"
-        if keys.noise == "report" and (of_sums or isinstance(mechanism, LdpSgd)):
-            what = "privacy.mixing sum" if of_sums else f"mechanism {mechanism.name}"
-            raise ConfigError(
-                f'simulation.noise must be "aggregate" with engine vectorised and {what}, '
-                f'got "{keys.noise}"'
-            )
+        self.check(experiment.config, experiment.parameters)
         experiment.plan.check_dimension(experiment.parameters)
         self.gradients, chunk = _method(experiment, keys)
         drawn = "for each report" if keys.noise == "report" else "once a round, for their sum"
@@ -104,6 +90,25 @@ class VectorisedEngine:
             frozen=frozen_digest(experiment.make_model()),
         )
 
+    @staticmethod
+    def check(config: Config, parameters: int) -> None:
+        """Checks the device, the Ray workers, and what this engine cannot do."""
+        keys, privacy = config.simulation, config.privacy
+        check_draws(config)
+        if (aggregator := config.training.aggregator) != "mean":
+            raise ConfigError(
+                "training.aggregator must be mean with engine vectorised, which has the sum of a "
+                f"round's reports alone, got {aggregator}"
+            )
+        of_sums = privacy.mixing == "sum"
+        if keys.noise == "report" and (of_sums or privacy.mechanism == "ldp-sgd"):
+            what = "privacy.mixing sum" if of_sums else f"mechanism {privacy.mechanism}"
+            raise ConfigError(
+                f'simulation.noise must be "aggregate" with engine vectorised and {what}, '
+                f'got "{keys.noise}"'
+            )
+        _check_machine(keys)
+
     def run(
         self,
         training: TrainingSettings,
@@ -111,7 +116,7 @@ class VectorisedEngine:
         stop: threading.Event,
     ) -> RunEnd:
         """Trains in this thread."""
-        with self._sum_reports(training.folder) as sum_reports, interrupts(stop):
+        with self._sum_reports(training.folder, stop) as sum_reports:
             play, run = VectorisedRounds(self.settings, sum_reports), Training(training)
             for round in run.rounds():
                 if stop.is_set():
@@ -120,7 +125,7 @@ class VectorisedEngine:
             return run.finish()
 
     @contextlib.contextmanager
-    def _sum_reports(self, folder: Path) -> Iterator[SumReports]:
+    def _sum_reports(self, folder: Path, stop: threading.Event) -> Iterator[SumReports]:
         """Where reports are summed: in this process, or by Ray workers."""
         if self.settings.keys.workers == 1:
             yield ReportSum(self.settings, self.load_users()).sum
@@ -128,7 +133,8 @@ class VectorisedEngine:
             from shufl.simulator.engines.ray_workers import ray_workers
 
             log_file = folder / "ray.log"
-            with ray_workers(self.settings, self.load_users(), log_file) as sum_reports:
+            about = self.settings, self.load_users(), log_file, stop
+            with ray_workers(*about) as sum_reports:
                 yield sum_reports
 
 
@@ -141,8 +147,9 @@ def _check_machine(keys: VectorisedKeys) -> None:
         )
     if keys.workers == 1:
         return
-    check_cpus("simulation.workers", keys.workers)
-    check_cluster()
+    from shufl.simulator.engines.ray_workers import needs_of_a_worker
+
+    needs_of_a_worker(keys.device, keys.workers)
 
 
 def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:

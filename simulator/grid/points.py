@@ -56,7 +56,8 @@ def check(point: Point) -> None:
     """Checks that a point can be played."""
     if point.trainer in ("shufl", "central-users"):
         config = point.config if point.trainer == "shufl" else trusted(point.config)
-        engine_of(config.simulation.engine)(prepare(config))
+        engine = engine_of(config.simulation.engine)
+        engine(prepare(config, engine.check))
     else:
         _trainer(point)
 

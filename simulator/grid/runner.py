@@ -13,7 +13,7 @@ from typing import Any
 
 from shufl.accounting import validation
 from shufl.simulator.console import Console
-from shufl.simulator.engines.base import EngineFailed, interrupts, running_ray
+from shufl.simulator.engines.base import check_cpus, interrupts, running_ray
 from shufl.simulator.grid.page import finished, keep_grid, write_page
 from shufl.simulator.grid.points import check, play, read_result
 from shufl.simulator.grid.rows import take_over_rows
@@ -76,8 +76,9 @@ def play_points(
     are called; the others are finished.
 
     Raises:
-        ConfigError: the configuration of one of them is wrong; none has been played.
-        EngineFailed: Ray does not start, or has fewer processors or GPUs than a run needs.
+        ConfigError: the configuration of one of them is wrong, or no node of Ray has the CPUs and
+            GPUs that a run needs; none has been played.
+        EngineFailed: Ray does not start.
         KeyboardInterrupt: SIGINT or SIGTERM came; what was at work is ended.
     """
     waiting = [point for point in points if read_result(folder / point.key) is None]
@@ -87,13 +88,8 @@ def play_points(
     import ray
 
     stop = threading.Event()
-    with running_ray(folder / "ray.log"):
-        there = ray.cluster_resources()
-        for what, needed in (("CPU", cpus), ("GPU", max(map(_gpus, waiting)))):
-            if needed > there.get(what, 0):
-                raise EngineFailed(
-                    f"a run needs {needed:g} {what}s, and Ray has {there.get(what, 0):g}"
-                )
+    with interrupts(stop), running_ray(folder / "ray.log"):
+        check_cpus("--cpus", cpus, max(map(_gpus, waiting)))
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
             needs: dict[str, Any] = {"num_cpus": cpus, "num_gpus": _gpus(point)}
@@ -108,22 +104,21 @@ def play_points(
                     raise KeyboardInterrupt
                 yield from ((each, at_work.pop(each)) for each in done)
 
-        with interrupts(stop):
-            alike = {point.apart_from_seed: point for point in reversed(waiting)}
-            for done, point in ended({begin(check, point): point for point in alike.values()}):
-                _refuse_mistake(done, point)
-            begun = time.monotonic()
-            at_work = {begin(play, point, folder / point.key, cpus): point for point in waiting}
-            for done, point in ended(at_work):
-                said = _outcome(done, point, folder, failed)
-                finished = len(waiting) - len(at_work)
-                left = (time.monotonic() - begun) / finished * len(at_work)
-                console.print(
-                    f"{finished}/{len(waiting)}  {point}: {said}; "
-                    f"{datetime.timedelta(seconds=round(left))} left",
-                    soft_wrap=True,
-                    highlight=False,
-                )
+        alike = {point.apart_from_seed: point for point in reversed(waiting)}
+        for done, point in ended({begin(check, point): point for point in alike.values()}):
+            _refuse_mistake(done, point)
+        begun = time.monotonic()
+        at_work = {begin(play, point, folder / point.key, cpus): point for point in waiting}
+        for done, point in ended(at_work):
+            said = _outcome(done, point, folder, failed)
+            finished = len(waiting) - len(at_work)
+            left = (time.monotonic() - begun) / finished * len(at_work)
+            console.print(
+                f"{finished}/{len(waiting)}  {point}: {said}; "
+                f"{datetime.timedelta(seconds=round(left))} left",
+                soft_wrap=True,
+                highlight=False,
+            )
 
 
 def _at_path(
@@ -161,5 +156,5 @@ def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> s
         return f"failed: {failed[str(point)]}"
 
 
-def _gpus(point: Point) -> float:
-    return 1.0 if point.config.simulation.device == "cuda" else 0.0
+def _gpus(point: Point) -> int:
+    return int(point.config.simulation.device == "cuda")

@@ -184,11 +184,11 @@ def test_noise_and_blankets_at_a_large_delta(delta):
 def test_where_delta_is_not_far_below_the_chance_to_take_part():
     assert participation_note(0.001, 5, 4.9e-4) is None
     for rate, rounds, delta, chance in (
-        (0.001, 5, 5.1e-4, "0.005"),
-        (0.001, 5, 0.3, "0.005"),
-        (0.5, 10**6, 0.11, "1,"),  # no chance is above 1
+        (0.001, 5, 5.1e-4, "0.102"),
+        (0.001, 5, 0.3, "1"),
+        (0.5, 10**6, 0.11, "0.11"),  # no chance to take part is above 1
     ):
-        assert f"too close to {chance}" in participation_note(rate, rounds, delta)
+        assert f" with probability {chance} satisfies" in participation_note(rate, rounds, delta)
     assert participation_note(0.5, 10**6, 0.09) is None
 
 

@@ -330,15 +330,6 @@ def test_a_run_that_cannot_be_played_is_one_line_before_the_first_run(tmp_path):
     assert not list((tmp_path / "results").glob("*/*/"))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("shared_ray")
-def test_more_processors_than_there_are_is_one_line(tmp_path):
-    grid = write_grid(tmp_path, 3)
-    asked = shufl("experiment", grid, "--results", tmp_path / "results", "--cpus", 4096)
-    assert asked.returncode == 1
-    assert re.fullmatch(r"error: a run needs 4096 CPUs, and Ray has \d+\n", asked.stderr)
-
-
 def test_series_whose_names_differ_in_no_letter_have_folders_of_their_own(tmp_path):
     text = write_grid(tmp_path, 3).read_text().replace("Fast!", "γ").replace("[red]impossible", "λ")
     (tmp_path / "tiny-grid.toml").write_text(text)

@@ -1,8 +1,12 @@
 """Ray workers of the vectorised engine: real Ray, real kills."""
 
 import dataclasses
+import json
 import os
 import socket
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,6 +18,7 @@ import ray
 from rich.console import Console
 
 from nights import by_night
+from ports import free_ports
 from run_world import (
     LIMIT,
     only_folder,
@@ -27,13 +32,14 @@ from run_world import (
 from shufl.accounting import Ledger
 from shufl.accounting.mechanisms import SeededRandomness
 from shufl.simulator.config import ConfigError, load
-from shufl.simulator.engines import EngineFailed, base
+from shufl.simulator.engines import base
 from shufl.simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine
 from shufl.simulator.experiment import prepare
 from shufl.simulator.run import Run
 from shufl.trained import sent
+from warm import Warm
 
 HERE = Path(__file__).parent
 VECTORISED = "simulation.engine=vectorised"
@@ -140,7 +146,7 @@ def test_shards_sum_to_the_same_bits_as_the_whole(tmp_path, noise, ends):
 @pytest.mark.nightly
 def test_workers_share_the_gpus_of_a_cluster():
     """Two, by Ray's count, which it can be told."""
-    with cluster(num_cpus=1, num_gpus=2):
+    with cluster(num_cpus=13, num_gpus=2):
         for number in (1, 2, 3, 11, 12, 13):
             share = needs_of_a_worker("cuda", number)["num_gpus"]
             together = ray.util.placement_group([{"GPU": share}] * number)
@@ -153,14 +159,109 @@ def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray finds none, wherever this runs
     of = engine(tmp_path)
     keys = of.settings.keys.model_copy(update={"device": "cuda", "workers": 2})
-    message = '^simulation.device = "cuda" needs GPUs, the Ray cluster has none$'
+    settings, stop = dataclasses.replace(of.settings, keys=keys), threading.Event()
+    message = '^simulation.device must be "cpu" in this Ray, which has no GPU, got "cuda"$'
     with (
-        pytest.raises(EngineFailed, match=message),
-        ray_workers(
-            dataclasses.replace(of.settings, keys=keys), of.load_users(), tmp_path / "ray.log"
-        ),
+        pytest.raises(ConfigError, match=message),
+        ray_workers(settings, of.load_users(), tmp_path / "ray.log", stop),
     ):
         raise AssertionError("workers have started")
+
+
+@pytest.mark.slow
+def test_what_no_node_of_a_cluster_has_is_one_line_and_nothing_is_waited_for(tmp_path):
+    """Two nodes of one CPU each. Without the check these commands would wait for ever."""
+    config, runs = tiny_config(tmp_path, 4), tmp_path / "runs"
+    run = "run", config, "--runs", runs, "--set"
+    with ray_of_its_own(nodes=2, num_cpus=1) as address:
+        env = os.environ | {"RAY_ADDRESS": address}
+        for said, command in (
+            ("--cpus must be at most 1, ", ("experiment", "digits", "--cpus", 2)),
+            ("simulation.cpus_per_node must be at most 1, ", (*run, "simulation.cpus_per_node=2")),
+            (
+                "simulation.workers must be at most 2, ",
+                (*run, "simulation.workers=3", "--engine", "vectorised"),
+            ),
+        ):
+            result = shufl(*command, env=env, cwd=tmp_path)
+            assert result.returncode == 2
+            assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
+    assert not runs.exists()
+
+
+_AUTOSCALED = {
+    "cluster_name": "own", "max_workers": 2, "upscaling_speed": 1.0, "idle_timeout_minutes": 9,
+    "provider": {"type": "fake_multinode", "head_node_id": "f" * 51 + "00000"},
+    "head_node_type": "head", "file_mounts_sync_continuously": False,
+    **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+    **{name: {} for name in ("auth", "docker", "file_mounts")},
+    **{
+        f"{name}_commands": []
+        for name in (
+            "initialization", "setup", "head_setup", "worker_setup", "head_start_ray",
+            "worker_start_ray",
+        )
+    },
+    "available_node_types": {
+        "head": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
+        "more": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 2},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("newer", [0, 1])
+def test_a_cluster_with_an_autoscaler_may_get_more_nodes(tmp_path, memory_path, monkeypatch, newer):
+    (tmp_path / "config.yaml").write_text(json.dumps(_AUTOSCALED))
+    ports = iter(free_ports(4))
+    address = f"127.0.0.1:{next(ports)}"
+    options = {
+        "autoscaling-config": tmp_path / "config.yaml", "num-cpus": 1, "include-dashboard": False,
+        "node-ip-address": "127.0.0.1", "port": address.rpartition(":")[2],
+        "ray-client-server-port": next(ports), "metrics-export-port": next(ports),
+        "dashboard-agent-listen-port": next(ports), "min-worker-port": 0, "max-worker-port": 0,
+    }  # fmt: skip
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    env = os.environ | {"RAY_FAKE_CLUSTER": "1", "RAY_enable_autoscaler_v2": str(newer)}
+    env["RAY_TMPDIR"] = str(memory_path)  # where no other test looks for a cluster
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with (tmp_path / "said").open("wb") as said:
+        head = subprocess.Popen(command, stdout=said, stderr=said, env=env)
+    try:
+
+        def known():
+            assert head.poll() is None, (tmp_path / "said").read_text()
+            try:
+                return base.nodes_of_ray() == [base._ANY_NODE]
+            except ConfigError:  # it does not answer yet
+                return False
+
+        wait_until(known, LIMIT, "the autoscaler to say that it is there")
+        base.check_cpus("--cpus", 4)
+    finally:
+        head.terminate()
+        head.wait()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_wait_for_cpus_that_others_have(tmp_path):
+    settings = "--set", "simulation.workers=2", "--engine", "vectorised"
+    command = "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs", *settings
+    with cluster(num_cpus=2) as address:
+        taken = ray.util.placement_group([{"CPU": 1}])
+        assert taken.wait(LIMIT)
+        run = Warm(command, env=os.environ | {"RAY_ADDRESS": address})
+        try:
+            wait_until(lambda: len(ray._private.state.jobs()) == 3, LIMIT, "the run to connect")
+            wait_until(lambda: len(ray._private.state.actors()) == 2, LIMIT, "its workers")
+            run.terminate()
+            out, err = run.communicate(LIMIT)
+        finally:
+            run.kill()
+    assert (run.returncode, err) == (130, "")
+    assert "interrupted" in out and "Fewer rounds are spent" in out
 
 
 def test_more_workers_than_cpus_need_a_cluster(tmp_path, monkeypatch):

@@ -21,6 +21,10 @@ class SilentEngine:
 
     gradients, nodes, repeats_releases = "none", "simulated", True
 
+    @staticmethod
+    def check(config, parameters):
+        pass
+
     def __init__(self, experiment):
         self.description = "silent"
         self._users = experiment.plan.users

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-from run_world import shufl_command
+from run_world import LIMIT, shufl_command, wait_until
 from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.accounting.lines import one_line
 from shufl.cli.__main__ import app, main
@@ -122,7 +123,7 @@ def test_an_error_is_one_short_printable_line(error, capsys):
     assert err[:-1].isprintable() and len("error: \n") < len(err) <= 1100
 
 
-def test_ctrl_c_at_a_question_is_no_traceback(monkeypatch):
+def test_the_end_of_the_input_at_a_question_is_no_traceback(monkeypatch):
     def asked(standalone_mode):
         raise click.Abort
 
@@ -130,6 +131,38 @@ def test_ctrl_c_at_a_question_is_no_traceback(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130
+
+
+_BLOCKS = """
+import pathlib, threading
+pathlib.Path("imported").touch()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("setting", "begun"),
+    [("privacy.noise_multiplier=", None), ("model.name=blocks:model", "imported")],
+    ids=["search", "import"],
+)
+def test_a_signal_before_a_run_ends_the_command_in_one_line(tmp_path, number, setting, begun):
+    (tmp_path / "blocks.py").write_text(_BLOCKS)
+    searches = "--set=privacy.accountant=blanket", "--set=privacy.shuffler_blankets=least-error"
+    command = shufl_command("run", "quickstart", f"--set={setting}", *searches)
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        if begun is None:
+            assert process.stderr.readline().startswith("searching for noise_multiplier and ")
+        else:
+            wait_until((tmp_path / begun).exists, LIMIT, "the import to begin")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, "error: interrupted\n")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_long_line_keeps_both_its_ends_and_is_not_cut_twice():
@@ -180,4 +213,4 @@ def test_a_run_warns_of_a_delta_near_the_chance_to_take_part(capsys, rate, warne
     engine = engine_of("vectorised")(experiment)
     _describe(Console(width=200), experiment, engine, Path("runs"))
     said = capsys.readouterr().out
-    assert ("is too close to 0.002, the probability that a user takes part" in said) == warned
+    assert ("publishes all updates without noise with probability 0.3" in said) == warned

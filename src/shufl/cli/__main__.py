@@ -5,8 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import io
+import logging
 import os
 import sys
+
+if __name__ == "__main__":
+    from shufl.cli import hear_signals
+
+    hear_signals()
 
 import click
 import typer
@@ -35,6 +41,7 @@ app = typer.Typer(
     help="Federated learning in the shuffle model of differential privacy.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click does, too
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run_command)
@@ -60,7 +67,10 @@ app.add_typer(record_app, name="record")
 
 
 def main() -> None:
-    """Entry point of the `shufl` command."""
+    """Plays the command, whose signals are heard."""
+    said, shown = logging.getLogger("shufl.accounting"), logging.StreamHandler()
+    said.addHandler(shown)  # a search takes its time
+    said.setLevel(logging.INFO)
     atexit.register(gc.freeze)  # the process ends at once; else Python looks for cycles in torch
     for stream in (sys.stdout, sys.stderr):  # ε and σ need not stop a run where they cannot show
         if isinstance(stream, io.TextIOWrapper):  # None: the shell has closed it
@@ -69,7 +79,7 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))
     except NoArgsIsHelpError as error:  # which has shown the help
         sys.exit(error.exit_code)
-    except click.Abort:  # Ctrl-C at a question
+    except click.Abort:  # the end of the input at a question
         sys.exit(130)
     except click.ClickException as error:  # an unknown option, a value of the wrong type
         print_error(error)
@@ -81,6 +91,8 @@ def main() -> None:
         print_error(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries once more, and complains
         sys.exit(1)
+    finally:
+        said.removeHandler(shown)
 
 
 if __name__ == "__main__":

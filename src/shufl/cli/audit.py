@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from shufl.cli import options
+from shufl.cli import end_in_order, options
 from shufl.simulator.console import Console
 
 Accountants = Annotated[
@@ -109,6 +109,7 @@ def _end_to_end(
 ) -> None:
     """The attack on a configuration's plan through the running system."""
     import secrets
+    import signal
 
     from shufl.shuffler import ShufflerError
     from shufl.simulator.canary import check_end_to_end
@@ -127,6 +128,8 @@ def _end_to_end(
             )
         drawn = secrets.randbits(32) if seed is None else seed
         rounds = 1000 if samples is None else samples
+        for number in (signal.SIGINT, signal.SIGTERM):  # a shuffler is started
+            signal.signal(number, end_in_order)
         found = check_end_to_end(plan, epsilon, rounds, confidence, drawn)
     _report({check.accountant: check for check in found}, epsilon, confidence, json)
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shufl.cli import options
+from shufl.cli import end_in_order, options
 from shufl.simulator.console import Console
 from shufl.simulator.logs import log_handler
 from shufl.simulator.tables import epsilon_text, score_text
@@ -126,8 +126,8 @@ def rehearse_command(
 
     base = deployment.absolute().parent
     make_importable([base])
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is stopped
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end_in_order)
     early = options.failing(EngineFailed, RoundFailed, code=1)
     with options.failing(ConfigError, OSError), early:
         plan = Deployment.read(deployment)

@@ -1,0 +1,204 @@
+"""What people get wrong: each mistake is one line and status 2, before any work."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nights import by_night
+from shufl.accounting import ACCOUNTANTS
+from shufl.cli.__main__ import main
+
+HERE = f"{__name__}:"
+OPEN = ["privacy.noise_multiplier="]  # so that a search would be next
+VECTORISED = "simulation.engine=vectorised"
+
+
+def flat(input_shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))
+
+
+@pytest.fixture
+def refusal(monkeypatch, tmp_path, capsys):
+    """What a command says, which begins no search and leaves nothing behind, with status 2.
+
+    Here are no GPU and no cluster, whatever the machine has.
+    """
+
+    def begun(plan):
+        raise AssertionError("a search has begun")
+
+    monkeypatch.setattr("shufl.accounting.search.fitted", begun)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def said(*arguments):
+        before = set(tmp_path.iterdir())
+        monkeypatch.setattr(sys, "argv", ["shufl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        line = capsys.readouterr().err.removesuffix("\n")
+        assert ended.value.code == 2 and line.startswith("error: ") and line.isprintable()
+        assert set(tmp_path.iterdir()) == before
+        return line.removeprefix("error: ")
+
+    return said
+
+
+def of_run(*changes):
+    return [part for change in [*OPEN, *changes] for part in ("--set", change)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["privacy.chekin_rate=0.5"],
+            "unknown key privacy.chekin_rate; did you mean check_in_rate?",
+        ),
+        (["privacy.round=3"], "unknown key privacy.round; did you mean rounds?"),
+        (["privcy.rounds=3"], "unknown key privcy; did you mean privacy?"),
+        (["training.optimizer=adam"], "unknown key training.optimizer; did you mean optimiser?"),
+        (["privacy.rounds"], "an override must look like section.key=value, got 'privacy.rounds'"),
+        *[
+            ([f"privacy.check_in_rate={rate}"], f"must be a number in [1e-12, 1], got {shown}")
+            for rate, shown in [("-0.1", "-0.1"), ("0", "0"), ("50", "50"), ("0,5", "'0,5'")]
+        ],
+        *[
+            ([f"privacy.delta={delta}"], f'must be "1/n" or a number in (0, 1), got {delta}')
+            for delta in (0, 1)
+        ],
+        *[
+            ([f"privacy.target_epsilon={epsilon}"], f"must be a number above 0, got {shown}")
+            for epsilon, shown in [("0", "0"), ("four", "'four'")]
+        ],
+        (["privacy.rounds=1.5"], "privacy.rounds must be a whole number from 1 to 10^9, got 1.5"),
+        (["privacy.accountant=blankets"], f"must be one of {', '.join(ACCOUNTANTS)}, got"),
+        (["simulation.engine=vectorized"], "must be one of flower, vectorised, got 'vectorized'"),
+        *[
+            ([f"training.learning_rate={rate}"], f"must be a number in (0, 1e30], got {rate}")
+            for rate in ("-1", "nan")
+        ],
+        (["training.optimiser=adamm"], "must be one of adadelta, adafactor, adagrad, adam, "),
+        (["training.optimiser_options.momentun=0.9"], "optimiser_options are none of sgd: "),
+        (["training.algorithm_options.mu=0.1"], "algorithm_options must be empty for fedsgd"),
+        (
+            ["training.aggregator=nothing:at_all"],
+            "could not be imported: No module named 'nothing'",
+        ),
+        ([VECTORISED, "simulation.device=gpu"], "device must be one of cpu, cuda, got 'gpu'"),
+        ([VECTORISED, "simulation.device=cuda"], 'device must be "cpu" here: torch '),
+        ([VECTORISED, "simulation.workers=1000000"], "simulation.workers must be at most "),
+        (["simulation.cpus_per_node=1e6"], "cpus_per_node must be at most "),
+        (["simulation.nodes=2000"], "nodes must be at most the number of users, 1437, got 2000"),
+        (["data.users=5000"], "data.users must lie in [1, 1437] (1437 training records, at least"),
+        (["privacy.minimum_batch=5000"], "must be at most the number of users, 1437, got 5000"),
+        (
+            ["data.dataset=mydata.make"],
+            "module:callable, or a table with a file, got 'mydata.make'",
+        ),
+        (["model.name=mymodel.make"], "or module:callable, got mymodel.make"),
+        (["model.name=nothing:at_all"], "could not be imported: No module named 'nothing'"),
+        ([f"model.name={HERE}missing"], f"module '{__name__}' has no attribute 'missing'"),
+        (["model.name=mlp", "model.options.hiden=8"], "an unexpected keyword argument 'hiden'"),
+        (
+            [f"model.name={HERE}flat", "model.options.hiden=8"],
+            "unexpected keyword argument 'hiden'",
+        ),
+        *by_night(
+            (
+                ["model.name=mlp", "model.options.hidden=850000"],
+                "model mlp has 63750010 parameters; a report holds at most 33554400",
+            )
+        ),
+    ],
+)
+def test_in_a_run(refusal, changes, message):
+    assert message in refusal("run", "quickstart", *of_run(*changes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "give either a CONFIG to run or --resume RUN_FOLDER"),
+        (["run", "nowhere.toml"], "nowhere.toml cannot be read: No such file or directory; a "),
+        (["run", "quickstrat"], "quickstrat cannot be read: No such file or directory; a "),
+        (["run", "--resume", "."], "a run folder has a config.toml, . has none"),
+        (["rnu", "quickstart"], "No such command 'rnu'. Did you mean 'run'?"),
+        (["experiment", "nothing"], "nothing cannot be read: No such file or directory; an exp"),
+        (["experiment", "digits", "--cpus", "0"], "cpus must be at least 1, got 0"),
+        (["report", "nothing"], "nothing must be a run folder, which has a plan.json, or the "),
+    ],
+)
+def test_in_a_command(refusal, arguments, message):
+    said = refusal(*arguments)
+    assert said.startswith(message) and said.count("?") <= 1
+
+
+@pytest.mark.parametrize("content", ["name = ", "[privacy]\ncheck_in_rate = 0,5\n"])
+def test_in_toml(refusal, content):
+    Path("run.toml").write_text(content)
+    assert refusal("run", "run.toml").startswith("run.toml is not valid TOML: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "quickstart"], ["run", "quickstart", *of_run(VECTORISED, "simulation.workers=2")]],
+)
+def test_in_the_address_of_a_cluster(refusal, monkeypatch, arguments):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.2:1")  # nobody listens there
+    message = "RAY_ADDRESS must name a running cluster, got 127.0.0.2:1: no Ray answers there"
+    assert refusal(*arguments) == message
+
+
+RECORDS = """
+name = "own"
+[privacy]
+check_in_rate = 0.5
+target_epsilon = 5.0
+rounds = 5
+[model]
+name = "logistic-regression"
+[training]
+learning_rate = 0.5
+[data.dataset]
+file = "records.csv"
+user = "who"
+label = "ill"
+classes = 2
+"""
+SECRET = "8675309"
+ROWS = [(f"p{number}", number, number % 2) for number in range(30)]
+GOOD = "\n".join(["who,age,ill", *(f"{who},{age},{ill}" for who, age, ill in ROWS), ""])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"p3,3,": f"p3,x{SECRET},"}, "records.csv: column age must be "),
+        (
+            {"p3,3,": "p3,,"},
+            "records.csv: column age must have no empty cells, got some at 1 of 30",
+        ),
+        ({",": ";"}, "records.csv: line 1 must name a column who, got 1 other columns"),
+        ({"who,": "who ,"}, "records.csv: line 1 must name a column who, got 3 other columns; d"),
+        ({"p3,3,1": "p3,3,1.0"}, "records.csv: column ill must be whole numbers, got "),
+        ({"who,age,": "who,ill,"}, "records.csv: only one column may be called ill"),
+        ({"p3,3,": f"p3,{SECRET},3,"}, "cannot be read as CSV or Parquet: line 5, of those that "),
+        ({"p3,": "p\xfc3,"}, "cannot be read as CSV or Parquet: it is empty, damaged, of another "),
+        (None, "records.csv cannot be read as CSV or Parquet: No such file or directory"),
+    ],
+)
+def test_in_a_file_of_records(refusal, changes, message):
+    Path("run.toml").write_text(RECORDS)
+    text = GOOD
+    for old, new in (changes or {}).items():
+        assert old in text
+        text = text.replace(old, new)
+    if changes is not None:
+        Path("records.csv").write_text(text, encoding="latin-1")
+    said = refusal("run", "run.toml")
+    assert message in said and SECRET not in said
