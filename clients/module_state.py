@@ -36,7 +36,8 @@ _VALUES = {type(None), bool, int, float, complex, str, bytes, range, slice, torc
 _UNCHANGING = (
     type, types.ModuleType, types.GenericAlias, logging.Logger, re.Pattern, PurePath, np.generic,
     np.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo,
-    torch.iinfo,
+    torch.iinfo, torch._C.ScriptFunction, torch._C.ScriptMethod, torch._C.ConcreteModuleType,
+    torch._C.ParameterDict, torch._C.BufferDict, torch._C.ModuleDict,
 )  # fmt: skip
 """What never changes, or holds nothing of a record. What a class or a Python module holds is
 outside a model: `shufl.simulator.trial` looks for models that keep something there."""
@@ -68,6 +69,7 @@ class ModuleState:
         self._objects: list[tuple[str, Any, type, _Dict | None, list[tuple[_Slot, Any]]]] = []
         self._cells: list[tuple[str, types.CellType, Any]] = []
         self._caches: list[tuple[str, Any]] = []
+        self._scripts: list[tuple[str, Any, _Dict]] = []
         self._tensors: list[tuple[str, torch.Tensor, torch.Tensor, int, bool, Any]] = []
         self._arrays: list[tuple[str, np.ndarray, np.ndarray, bytes]] = []
         self._values: list[tuple[str, Any, bytes]] = []
@@ -129,6 +131,11 @@ class ModuleState:
             if cache.cache_info().currsize:
                 changed.append(path)
                 cache.cache_clear()
+        for path, script, tensors in self._scripts:
+            for name, each in tensors.items():
+                if script.getattr(name) is not each:
+                    changed.append(f"{path}.{name}")
+                    script.setattr(name, each)
         for path, *tensor in self._tensors:
             if _restore_tensor(*tensor):
                 changed.append(path)
@@ -144,10 +151,12 @@ class ModuleState:
                     stuck.append(f"{path[1:]} ({type(held).__name__})")
         if stuck:
             raise StateError(f"{', '.join(stuck)} changes and cannot be put back")
-        return [re.sub(r"_(parameters|buffers|modules)\.", "", path[1:]) for path in changed]
+        return [re.sub(r"_(parameters|buffers|modules|c)\.", "", path[1:]) for path in changed]
 
     def _note(self, path: str, held: Any) -> Iterator[tuple[str, Any]]:
         """Notes one object; yields what it refers to, with the paths."""
+        if isinstance(held, torch.jit.ScriptModule):
+            _ = held.forward  # which it keeps from when it is first asked for
         own = getattr(held, "__dict__", None)
         slots = [(slot, _held_in(slot, held)) for slot in _slots(type(held))]
         if isinstance(held, torch.Tensor) and _is_plain(held):
@@ -182,6 +191,9 @@ class ModuleState:
             pass
         elif type(held).__name__ not in _LOCKS:
             self._values.append((path, held, _pickled(path, held)))
+            if isinstance(held, torch._C.ScriptModule):
+                self._scripts.append((path, held, tensors := _scripted(held, tensors=True)))
+                yield from ((f"{path}.{name}", each) for name, each in tensors.items())
         if own is not None or slots:
             own = own if isinstance(own, dict) else None
             self._objects.append((path, held, type(held), own, slots))
@@ -261,6 +273,10 @@ def _write(held: Any, value: Any) -> bool:
         held.bit_generator.state = value.bit_generator.state
     elif isinstance(held, bytearray):
         held[:] = value
+    elif isinstance(held, torch._C.ScriptModule):
+        for name, now in _scripted(held).items():
+            if pickle.dumps(now) != pickle.dumps(value[name]):
+                held.setattr(name, value[name])
     else:
         return False
     return True
@@ -268,10 +284,18 @@ def _write(held: Any, value: Any) -> bool:
 
 def _pickled(path: str, held: Any) -> bytes:
     try:
-        return pickle.dumps(held)
+        return pickle.dumps(_scripted(held) if isinstance(held, torch._C.ScriptModule) else held)
     except Exception as error:  # whatever the object's own way of pickling raises
         kind = type(held).__name__
         raise StateError(f"{path[1:]} ({kind}) has no state that can be compared") from error
+
+
+def _scripted(held: Any, tensors: bool = False) -> _Dict:
+    """The tensors that a module of TorchScript itself keeps, by name, or whatever else it does."""
+    kind: Any = torch._C.ConcreteModuleType
+    names = kind.from_jit_type(held._type()).get_attributes()
+    found = {name: held.getattr(name) for name in names}
+    return {name: each for name, each in found.items() if torch.is_tensor(each) is tensors}
 
 
 def _same(held: Collection[Any], contents: _Contents) -> bool:
@@ -291,7 +315,8 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    odd = tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    return tensor.layout is torch.strided and not odd
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -291,7 +291,7 @@ def _gradient(
         outputs = model(features)
     loss = _mean_loss(loss_of(outputs, labels), *counted)
     gradients = torch.autograd.grad(loss, [*trained(model).values()], materialize_grads=True)
-    return torch.cat([gradient.reshape(-1) for gradient in gradients]).numpy()
+    return torch.cat([gradient.to_dense().reshape(-1) for gradient in gradients]).numpy()
 
 
 def _local_epochs(
@@ -318,7 +318,7 @@ def _local_epochs(
             before = {name: parameter.detach() for name, parameter in own.items()}
             # Copies, which a step may change in place.
             given = {name: value.clone() for name, value in before.items()}
-            gradients = dict(zip(own, found, strict=True))
+            gradients = dict(zip(own, (each.to_dense() for each in found), strict=True))
             made = training.step(given, gradients, dict(start), tree_map(torch.clone, kept))
             there = counted[0][batch].any() if counted else None
             local, kept = _taken(there, made, (before, kept))

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from shufl.clients import ModuleState
-from shufl.simulator.section import ConfigError, find, one_line, readers_code
+from shufl.shuffler import model_digest
+from shufl.simulator.data.datasets import wrong_tensor
+from shufl.simulator.section import READERS_ERRORS, ConfigError, find, readers_code
 from shufl.simulator.tasks import Form, load_task
-from shufl.trained import sent, trained
+from shufl.trained import frozen_digest, sent, trained
 
 
 def logistic_regression(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -106,11 +108,16 @@ def build_model(
             model = copy.deepcopy(make)
         else:
             model = make(form.input_shape, form.outputs, **(options or {}))
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False  # reports are dense
         with torch.no_grad():
             outputs = model.eval()(form.inputs(2))
     _refuse_what_has_no_loss(name, outputs, form)
     _refuse_what_cannot_be_sent(name, model)
     _refuse_what_is_not_trained(name, model)
+    with readers_code(f"model {name} cannot be copied"):
+        copy.deepcopy(model)
     _refuse_what_mixes_users(name, model, form)
     return model
 
@@ -162,8 +169,11 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
     if not trained(model):
         raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in model.named_parameters():
-        found = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # as float8
-        if not found.isfinite().all():
+        with _as_plain(name, path, parameter):
+            frozen_digest(nn.ParameterList([parameter]))
+            found = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # as float8
+            finite = bool(found.isfinite().all())
+        if not finite:
             raise ConfigError(f"model {name} must start with finite numbers, got others in {path}")
 
 
@@ -195,12 +205,22 @@ def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
                 f"model {name} keeps {path} as {parameter.dtype}: keep it as torch.float32, and "
                 "compute in what you like"
             )
-    for path, value in sent(model).items():
-        try:
-            value.numpy(force=True)
-        except (TypeError, RuntimeError, AttributeError) as error:
-            kind = getattr(value, "dtype", type(value).__name__)
-            raise ConfigError(
-                f"model {name} must keep {path} as a dense tensor of a type that numpy has, got "
-                f"{kind}: {one_line(error)}"
-            ) from error
+    with readers_code(f"model {name} has no state that can be sent"):
+        state = sent(model)
+    for path, value in state.items():
+        with _as_plain(name, path, value):
+            model_digest({path: value})
+            model.load_state_dict({path: value.clone()}, strict=False)
+
+
+@contextmanager
+def _as_plain(name: str, path: str, value: Any) -> Iterator[None]:
+    """Refuses a value with which something fails that a run does with it."""
+    try:
+        yield
+    except READERS_ERRORS as error:
+        raise ConfigError(
+            f"model {name} must keep {path} as a tensor that is dense, on the CPU, of a type that "
+            "numpy has, and has memory of its own (as clone() makes), got "
+            f"{wrong_tensor(value).rpartition(' got ')[2]}"
+        ) from error

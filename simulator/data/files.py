@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +27,9 @@ _CASTS: dict[str, tuple[type, str, str, int]] = {
     "int64": (np.int64, "iu", "whole numbers", 2**63 - 1),
 }
 """What an array becomes, its kinds of numbers, and the largest whole one kept exact."""
+_NUMBERS = re.compile(r"u?int\d+|halffloat|float|double|bool")
+_IDS = re.compile(r"u?int\d+|\w*string\w*|\w*binary\w*|null")  # of null each is missing
+"""Types of columns, as pyarrow names them, of which no value can fail to become Python's."""
 
 _Column = Annotated[str, Field(min_length=1)]
 _Columns = Annotated[
@@ -44,7 +48,7 @@ class RecordFile(Section):
     Classes and scaling are stated, because nothing would protect what was estimated from records.
 
     Attributes:
-        file: a CSV file with a line of names, or a Parquet file (`.parquet`).
+        file: a CSV file with a line of names, or a Parquet file.
         user: the column that says whose a record is.
         label: the column, or columns, to be learnt.
         features: the columns that a model gets. Default: all others.
@@ -123,14 +127,22 @@ class RecordFile(Section):
         table = read_table(path, self.user)
         labels = (self.label,) if isinstance(self.label, str) else self.label
         features = self.features
+        names = table.column_names
         if features is None:
-            features = tuple(n for n in table.column_names if n not in (self.user, *labels))
+            features = tuple(n for n in names if n not in (self.user, *labels))
         named = (self.user, *labels, *features)
         for name in named:
-            if table.column_names.count(name) > 1:
+            if names.count(name) > 1 and name.strip():
                 raise ConfigError(f"{path.name}: only one column may be called {name}")
-            if name not in table.column_names:
-                raise ConfigError(f"{path.name}: {no_column(name, table.column_names)}")
+            if name not in names:
+                place = "its schema" if _is_parquet(path) else "line 1"
+                sure = not set(names).isdisjoint((self.user, *labels, *(self.features or ())))
+                raise ConfigError(f"{path.name}: {no_column(name, names, sure, place)}")
+            if not name.strip():
+                raise ConfigError(
+                    f"{path.name}: column {names.index(name) + 1} must have a name (a comma at the "
+                    "end of line 1 begins one without), or features must list the others"
+                )
             if name != self.user and (at := where(table.column(name).is_null().to_numpy())):
                 raise ConfigError(
                     f"{path.name}: column {name} must have no empty cells, got some {at}"
@@ -153,8 +165,10 @@ class RecordFile(Section):
         label = found[labels[0]]
         if not isinstance(self.label, str):
             label = torch.stack([found[name] for name in labels], dim=1)
-        ids = table.column(self.user).to_pylist()
-        owners = torch.from_numpy(number_users(ids, f"{path.name}: column {self.user}"))
+        what, ids = f"{path.name}: column {self.user}", table.column(self.user)
+        if not _IDS.fullmatch(kind := _type_of(ids)):
+            raise ConfigError(f"{what} must be text, bytes or whole numbers, got {kind}")
+        owners = torch.from_numpy(number_users(ids.to_pylist(), what))
         return torch.stack([found[name] for name in features], dim=1), label, owners
 
 
@@ -174,18 +188,20 @@ def read_table(path: Path, user: str = "") -> pyarrow.Table:
     def end_at(row: Any) -> str:
         nonlocal broken
         fields = f"{row.actual_columns} fields, line 1 has {row.expected_columns}"
-        broken = broken or f"line {row.number}, of those that are not blank, has {fields}"
+        broken = broken or f"record {row.number - 1} has {fields}"
         return "error"
 
     try:
-        path.open("rb").close()
-        if path.suffix == ".parquet":
-            return parquet.read_table(path)
+        if _is_parquet(path):
+            with parquet.ParquetFile(path) as file:
+                table = file.read()
+            table.validate(full=True)  # else bytes that are no text are found later
+            return table
         given = {user: pyarrow.string()} if user else {}
         table = csv.read_csv(
             path,
             csv.ReadOptions(use_threads=False),  # else nobody counts lines
-            csv.ParseOptions(invalid_row_handler=end_at),
+            csv.ParseOptions(newlines_in_values=True, invalid_row_handler=end_at),
             csv.ConvertOptions(column_types=given),
         )
         assert table.column_names  # or UnicodeDecodeError
@@ -193,28 +209,51 @@ def read_table(path: Path, user: str = "") -> pyarrow.Table:
     except OSError as error:
         raise ConfigError(f"{failure}: {error.strerror or 'it is cut short or damaged'}") from None
     except (pyarrow.ArrowException, UnicodeDecodeError):
-        why = broken or "it is empty, damaged, of another kind, or not in UTF-8"
+        why = "it is empty, damaged, of another kind, or not in UTF-8, or a line is over 1 MiB long"
+        if broken and b"\0" not in _start(path):  # what is no text has no fields
+            why = broken
         raise ConfigError(f"{failure}: {why}") from None
 
 
-def no_column(name: str, names: list[str]) -> str:
+def _start(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4096)
+
+
+def _is_parquet(path: Path) -> bool:
+    """By its first bytes, whatever it is called; a damaged or empty one by its name."""
+    return _start(path).startswith(b"PAR1") or path.suffix == ".parquet"
+
+
+def no_column(name: str, names: list[str], sure: bool = False, place: str = "line 1") -> str:
     """What is wrong if a file has no such column.
 
-    The others are not listed: in a file without a line of names they are somebody's record.
+    The others are not listed: in a file without a line of names they are somebody's record. `sure`:
+    there is such a line, and one of its names may be meant.
     """
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1) if sure else []
     hint = f"; did you mean {close[0]}?" if close else ""
-    return f"line 1 must name a column {name}, got {len(names)} other columns{hint}"
+    return f"{place} must name a column {name}, got {len(names)} other columns{hint}"
+
+
+def _type_of(column: pyarrow.ChunkedArray) -> str:
+    """What pyarrow calls the type of a column's values, without its parameters."""
+    kind = getattr(column.type, "storage_type", column.type)  # of an extension, such as UUIDs
+    kind = kind.value_type if str(kind).startswith("dictionary") else kind
+    return re.split(r"\W", str(kind))[0]
 
 
 def _numbers(path: Path, table: pyarrow.Table, name: str, kind: str) -> torch.Tensor:
-    array = table.column(name).to_numpy()
+    column, what = table.column(name), f"{path.name}: column "
+    if not _NUMBERS.fullmatch(found := _type_of(column)):
+        text = [not _is_number(each) for each in column.to_pylist()] if "string" in found else []
+        at = f": no number is {where(text)}" if any(text) else ""
+        raise ConfigError(f"{what}{name} must be {_CASTS[kind][2]}, got {found}{at}")
+    array = column.to_numpy()
     try:
         return tensor_of(name, array + 0 if array.dtype == bool else array, kind)
     except ConfigError as error:
-        text = [isinstance(each, str) and not _is_number(each) for each in array]
-        at = f": no number is {where(text)}" if any(text) else ""
-        raise ConfigError(f"{path.name}: column {error}{at}") from None
+        raise ConfigError(f"{what}{error}") from None
 
 
 def _is_number(text: str) -> bool:

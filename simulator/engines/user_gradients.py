@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shufl.clients import (
     LocalTraining,
@@ -178,13 +179,16 @@ def fastest_method(
     model = copy.deepcopy(model)
     with seeded(0):
         x, y = (each.reshape(len(few), most, *each.shape[1:]) for each in longest)
-        agrees = agrees_one_by_one(model, x, y, training)
+        with _Types() as types:
+            agrees = agrees_one_by_one(model, x, y, training)
         if training.algorithm != "fedsgd":
             agrees &= _unequal_agree(model, x, y, training)
     if not agrees:
+        why = "draws random numbers, rounds, or lets records of a batch change each other's scores"
+        if types.short:
+            why = f"computes in {min(types.short)}, which rounds users together in another way"
         raise RuntimeError(
-            "users computed together get other updates than one by one: the model draws random "
-            "numbers, or keeps something of a step"
+            f"users computed together get other updates than one by one: the model {why}"
         )
 
     def attempt(method: Method) -> None:
@@ -202,6 +206,22 @@ def fastest_method(
         return "book-keeping" if _agrees(exact, *records, sizes, training) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
+
+
+class _Types(TorchDispatchMode):
+    """While entered, notes the types of fewer digits than float32 that torch computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.short: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.is_floating_point() and made.itemsize < 4:
+            self.short.add(str(made.dtype).removeprefix("torch."))
+        return made
 
 
 def _unequal_agree(
@@ -249,7 +269,8 @@ def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: s
 
     features, _ = made_up(model, form, _SHOWN)
     for each in copied.modules():
-        each.register_forward_hook(look)
+        if not isinstance(each, torch.jit.ScriptModule):  # which takes no hooks
+            each.register_forward_hook(look)
     with seeded(0), torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
         copied(features)
     kept = max(kept, largest)

@@ -30,7 +30,7 @@ def sent(model: nn.Module) -> dict[str, Any]:
     frozen = {id(each) for each in model.parameters() if not each.requires_grad}
     state = model.state_dict(keep_vars=True)
     return {
-        name: value.detach() if isinstance(value, torch.Tensor) else value
+        name: value.detach().resolve_conj().resolve_neg() if torch.is_tensor(value) else value
         for name, value in state.items()
         if id(value) not in frozen
     }
@@ -53,5 +53,6 @@ def frozen_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, value in frozen.items():
         digest.update(json.dumps([name, str(value.dtype), value.shape]).encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest.update(bits.view(torch.uint8).numpy().data)
     return digest.hexdigest() if frozen else ""

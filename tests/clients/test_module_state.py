@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from shufl.cli.__main__ import app
 from shufl.clients import LocalTraining, ModuleState, StateError, local_update, user_updates
 from shufl.clients.work import Work
+from shufl.simulator.engines.user_gradients import fastest_method
 from shufl.simulator.models import build_model
 from shufl.simulator.section import ConfigError
 from shufl.simulator.tasks import Form
@@ -160,6 +161,68 @@ def test_what_cannot_be_put_back_is_refused():
     model.read = (line for line in "abc")
     with pytest.raises(StateError, match=r"read \(generator\) has no state that"):
         ModuleState(model)
+
+
+class Counts(nn.Module):
+    """Keeps numbers and tensors in the ways that TorchScript has."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.shown = 0, [0.0]
+        self.register_buffer("total", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, records):
+        self.steps += 1
+        self.shown.append(float(records.sum()))
+        self.total += records.detach().sum()
+        self.last = records.detach().sum().reshape(1) + self.last
+        return records * (1 + self.steps) + self.total + self.last + len(self.shown)
+
+
+def with_scripts(layers):
+    """A model of these layers, some of them TorchScript, and its twin without."""
+    torch.manual_seed(0)
+    twin = nn.Sequential(*layers())
+    torch.manual_seed(0)
+    return nn.Sequential(*map(torch.jit.script, layers())).train(), twin.train()
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=["fedsgd", "fedavg"])
+def test_torchscript_has_the_updates_of_its_twin(training):
+    def layers():
+        return nn.Linear(4, 5), nn.Sequential(nn.Tanh(), nn.Linear(5, 3))
+
+    scripted, twin = with_scripts(layers)
+    traced = copy.deepcopy(twin)
+    traced[1] = torch.jit.trace(traced[1], torch.zeros(2, 5))
+    expected = [local_update(twin, *each, training, 0) for each in (A, B)]
+    features, labels = (torch.stack(each) for each in zip(A, B, strict=True))
+    keys = torch.zeros(2, dtype=torch.int64)
+    for model in (scripted, traced):
+        for _ in range(3):  # it is compiled anew after some calls
+            found = [local_update(model, *each, training, 0) for each in (A, B)]
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+        updates = user_updates(model, features, labels, training, keys).values()
+        together = torch.cat([each.flatten(1) for each in updates], dim=1).numpy()
+        np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-6)
+        assert fastest_method(model, Form((4,), 3), training) == "vmap"
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=["fedsgd", "fedavg"])
+def test_nothing_is_left_in_torchscript_for_the_next(training):
+    scripted, _ = with_scripts(lambda: (nn.Linear(4, 3), Counts()))
+    alone = local_update(copy.deepcopy(scripted), *B, training, seed=2)
+    for _ in range(3):
+        local_update(scripted, *A, training, seed=1)
+        assert np.array_equal(local_update(scripted, *B, training, seed=2), alone)
+    assert (scripted[1].steps, scripted[1].shown) == (0, [0.0])
+    assert not scripted[1].total.any() and not scripted[1].last.any()
+    state = ModuleState(scripted)
+    assert state.restore() == []
+    scripted(A[0])
+    assert sorted(state.restore()) == ["1._c", "1.last", "1.total"]
+    assert state.restore() == []
 
 
 class Sealed(models.Model):

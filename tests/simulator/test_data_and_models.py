@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -23,6 +24,7 @@ from shufl.simulator.experiment import prepare
 from shufl.simulator.models import build_model
 from shufl.simulator.section import ConfigError
 from shufl.simulator.tasks import Form
+from shufl.trained import frozen_digest, load_sent, sent
 
 
 def test_digits_are_scikit_learns_split_in_fifths():
@@ -536,13 +538,67 @@ class NetWithBuffer(nn.Module):
         torch.eye(3).to_sparse(),
         torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
         torch.ones(2, device="meta"),
+        torch.ones(1).expand(3),
+        torch.eye(3).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.ones(2)]),
     ],
-    ids=["bfloat16", "float8", "sparse", "quantised", "meta"],
+    ids=["bfloat16", "float8", "sparse", "quantised", "meta", "expanded", "csr", "nested"],
 )
-def test_a_buffer_that_numpy_cannot_hold_is_refused(value):
-    with pytest.raises(ConfigError, match="must keep mask as a dense tensor of a type") as error:
+def test_a_buffer_that_a_run_cannot_keep_is_refused(value):
+    with pytest.raises(ConfigError, match="must keep mask as a tensor that is dense") as error:
         build_model(f"{__name__}:NetWithBuffer", Form((1, 8, 8), 10), 0, {"value": value})
     assert "\n" not in str(error.value)
+
+
+class NetWithFrozen(NetWithBuffer):
+    def __init__(self, input_shape, classes, value):
+        super().__init__(input_shape, classes, torch.ones(1))
+        self.frozen = nn.Parameter(value, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.eye(3).to_sparse(),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+        torch.ones(2, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2)]),
+    ],
+    ids=["sparse", "quantised", "meta", "nested"],
+)
+def test_a_frozen_parameter_that_no_run_can_keep_is_one_line(value):
+    with pytest.raises(ConfigError, match=r"must keep frozen as .*dense, on the CPU") as error:
+        build_model(f"{__name__}:NetWithFrozen", Form((1, 8, 8), 10), 0, {"value": value})
+    assert "\n" not in str(error.value)
+
+
+class Subclass(torch.Tensor):
+    """Cannot be copied."""
+
+
+@pytest.mark.parametrize("kind", [NetWithBuffer, NetWithFrozen])
+def test_a_model_that_cannot_be_copied_is_one_line(kind):
+    value = torch.ones(2).as_subclass(Subclass)
+    with pytest.raises(ConfigError, match=f"{kind.__name__} cannot be copied: ") as error:
+        build_model(f"{__name__}:{kind.__name__}", Form((1, 8, 8), 10), 0, {"value": value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [NetWithBuffer, NetWithFrozen])
+@pytest.mark.parametrize("part", [lambda each: each, torch.imag], ids=["conjugate", "negative"])
+def test_a_view_that_is_not_yet_computed_is_what_it_stands_for(kind, part):
+    """What is sent, digested, loaded and kept is as that of its copy."""
+    given = part(torch.tensor([1.0 + 2.0j, 3.0]).conj())
+    name, form = f"{__name__}:{kind.__name__}", Form((1, 8, 8), 10)
+    models = [
+        build_model(name, form, 0, {"value": value})
+        for value in (given, torch.tensor(given.tolist(), dtype=given.dtype))
+    ]
+    digests = {(model_digest(sent(each)), frozen_digest(each)) for each in models}
+    assert given.is_conj() or given.is_neg()
+    assert len(digests) == 1
+    load_sent(models[0], ArrayRecord(sent(models[1])).to_torch_state_dict())
+    assert model_digest(sent(models[0])) == model_digest(sent(models[1]))
 
 
 @pytest.mark.parametrize("value", [torch.tensor([torch.nan, -torch.inf]), torch.ones(0)])

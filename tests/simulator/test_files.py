@@ -168,6 +168,99 @@ def test_what_is_no_use_is_one_line(changes, table, message, tmp_path):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+N = 10
+GIVEN = {"u": [f"secret-{n}" for n in range(N)], "x": np.arange(N) + 0.5, "y": np.arange(N) % 2}
+AS_THEY_ARE = pa.array([b"\xff"] * N, pa.binary())
+
+
+def read(path, **changes):
+    about = {"file": str(path), "user": "u", "label": "y", "classes": 2} | changes
+    return RecordFile.checked("it", about).records_in(path)
+
+
+@pytest.mark.parametrize("column", ["u", "x", "y"])
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (pa.array([[name] for name in GIVEN["u"]]), "list"),
+        (pa.array(10**18 + np.arange(N), pa.timestamp("ns")), "timestamp"),
+        (pa.array(np.arange(N), pa.timestamp("us", "Mars/Phobos")), "timestamp"),
+        (pa.array(1 + np.arange(N), pa.time64("ns")), "time64"),
+        (pa.array(1 + np.arange(N), pa.duration("ns")), "duration"),
+        (pa.array([2**30] * N, pa.int32()).cast(pa.date32()), "date32"),
+        (pa.StructArray.from_arrays([pa.array(GIVEN["u"])] * 2, ["a", "a"]), "struct"),
+        (pa.array([[(name, 1)] for name in GIVEN["u"]], pa.map_(pa.string(), pa.int8())), "map"),
+        (pa.array(np.arange(N)).cast(pa.decimal128(21, 2)), "decimal128"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_a_column_that_is_neither_ids_nor_numbers_is_one_line(column, given, kind, tmp_path):
+    path = tmp_path / "f.parquet"
+    parquet.write_table(pa.table(GIVEN | {column: given}), path)
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    allowed = {"u": "text, bytes or whole numbers", "x": "whole numbers or floats"}
+    said = f"column {column} must be {allowed.get(column, 'whole numbers')}, got {kind}"
+    assert str(error.value) == f"f.parquet: {said}"
+
+
+@pytest.mark.parametrize("name", ["f.parquet", "f.csv"])
+def test_no_two_columns_that_are_used_have_one_name(name, tmp_path):
+    arrays = [pa.array(GIVEN[each]) for each in ("u", "x", "x", "y")]
+    for names in (["u", "x", "x", "y"], ["u", "u", "x", "y"]):
+        table = pa.Table.from_arrays(arrays, names)
+        (parquet.write_table if name == "f.parquet" else csv.write_csv)(table, tmp_path / name)
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: only one column may be called {names[1]}"
+        ):
+            read(tmp_path / name)
+    table = pa.Table.from_arrays([*arrays, *arrays[1:3]], ["u", "x", "w", "y", "z", "z"])
+    (parquet.write_table if name == "f.parquet" else csv.write_csv)(table, tmp_path / name)
+    features, _, owners = read(tmp_path / name, features=["x"])
+    assert owners.tolist() == list(range(N)) and features[:, 0].tolist() == GIVEN["x"].tolist()
+
+
+ROWS = "".join(f"secret-{n},{n}.5,{n % 2}\n" for n in range(N))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (f"u,x,y,\n{ROWS}".replace("\n", ",\n").replace(",,", ","), "column 4 must have a name"),
+        (f"u,x,y\n{ROWS}".replace("5,", "5,,"), "record 1 has 4 fields, line 1 has 3"),
+        (f"u,x,y\n{ROWS}".encode("utf-16"), "another kind, or not in UTF-8"),
+        (f"u,x,y\n{'a' * 2**21},1,0\n{ROWS}", "or a line is over 1 MiB long"),
+        (f'u,x,y\n"a\nb",1,0\n{ROWS},\n', "record 12 has 2 fields, line 1 has 3"),
+    ],
+)
+def test_what_is_wrong_with_lines_is_said_as_it_is(content, message, tmp_path):
+    path = tmp_path / "f.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert message in str(error.value) and "secret" not in str(error.value)
+
+
+def test_text_may_have_line_ends_wherever_a_block_ends(tmp_path):
+    names = [f"{'a' * 900}\n{number}" for number in range(3000)]
+    csv.write_csv(pa.table({"u": names, "x": [1.5] * 3000, "y": [0] * 3000}), tmp_path / "f.csv")
+    assert read(tmp_path / "f.csv")[2].tolist() == list(range(3000))
+
+
+def test_a_parquet_file_is_one_whatever_its_name_and_folder(tmp_path):
+    folder = tmp_path / "u=1"
+    folder.mkdir()
+    parquet.write_table(pa.table(GIVEN), folder / "f.pq")
+    assert read(folder / "f.pq")[2].tolist() == list(range(N))
+    parquet.write_table(pa.table(GIVEN).drop_columns("u"), folder / "f.parquet")
+    with pytest.raises(ConfigError, match=r"its schema must name a column u, got 2 other columns$"):
+        read(folder / "f.parquet")
+    broken = pa.Array.from_buffers(pa.string(), N, AS_THEY_ARE.buffers())
+    parquet.write_table(pa.table(GIVEN | {"u": broken}), folder / "f.parquet")
+    with pytest.raises(ConfigError, match=r"cannot be read as CSV or Parquet: .* not in UTF-8"):
+        read(folder / "f.parquet")
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"a,b\n1\n1,2,3\n", None])
 def test_a_file_that_cannot_be_read_is_one_line(content, tmp_path):
     path = write(tmp_path)

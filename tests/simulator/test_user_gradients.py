@@ -25,7 +25,7 @@ from shufl.simulator.engines.user_gradients import (
     clipped_sum_of_updates,
     fastest_method,
 )
-from shufl.simulator.models import logistic_regression, mlp, small_cnn
+from shufl.simulator.models import build_model, logistic_regression, mlp, small_cnn
 from shufl.simulator.tasks import Form
 
 pytestmark = pytest.mark.slow
@@ -340,8 +340,57 @@ def test_models_that_draw_random_numbers_are_refused(draw):
         def forward(self, records):
             return super().forward(records * draw())
 
-    with pytest.raises(RuntimeError, match="other updates than one by one"):
+    with pytest.raises(RuntimeError, match="other updates than one by one: the model draws random"):
         fastest_method(Draws(4, 3).train(), Form((4,), 3), GRADIENT)
+
+
+def test_models_that_compute_in_fewer_digits_are_refused_for_that():
+    class Rounds(nn.Sequential):
+        def forward(self, records):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(records).float()
+
+    torch.manual_seed(0)
+    model = Rounds(nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 10))
+    with pytest.raises(RuntimeError, match="one by one: the model computes in bfloat16") as error:
+        fastest_method(model.train(), Form((64,), 10), GRADIENT)
+    assert "random" not in str(error.value)
+
+
+class Bag(nn.EmbeddingBag):
+    """Gets numbers."""
+
+    def forward(self, records):
+        return super().forward(records.gt(0).long())
+
+
+class SparseWords(nn.Module):
+    """An embedding and a bag of one, with sparse gradients or with dense ones."""
+
+    def __init__(self, input_shape, classes, sparse):
+        super().__init__()
+        self.words = nn.Embedding(2, 3, sparse=sparse)
+        self.bag = Bag(2, 3, sparse=sparse)
+        self.linear = nn.Linear(3, classes)
+
+    def forward(self, records):
+        return self.linear(self.words(records.gt(0).long()).mean(1) + self.bag(records))
+
+
+@pytest.mark.parametrize("training", [GRADIENT, LocalTraining("fedavg", local_epochs=2)])
+def test_sparse_gradients_are_the_dense_ones(training):
+    form, name = Form((4,), 3), f"{__name__}:SparseWords"
+    sparse, dense = (build_model(name, form, 0, {"sparse": each}).train() for each in (True, False))
+    features, labels = torch.randn(5, 3, 4), torch.randint(3, (5, 3))
+    users = list(zip(features, labels, strict=True))
+    expected = [local_update(dense, *each, training, 0) for each in users]
+    alone = [local_update(sparse, *each, training, 0) for each in users]
+    np.testing.assert_array_equal(alone, expected)
+    together = flat(user_updates(sparse, features, labels, training, torch.zeros(5).long()))
+    np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-6)
+    fastest_method(sparse, form, training)
+    sparse.words.sparse = True  # as a function of torch's may be called
+    assert np.array_equal(local_update(sparse, features[0], labels[0], training, 0), expected[0])
 
 
 @pytest.mark.parametrize("training", [GRADIENT, LocalTraining("fedavg", local_epochs=1)])

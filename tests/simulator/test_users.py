@@ -252,13 +252,13 @@ def test_an_id_that_a_reader_takes_for_a_missing_value_is_refused(tmp_path, miss
         (pa.array([b"a", b"b", b"b"]), [0, 1, 1]),
         (pa.array([b"\0a", b"\0b", b"\0b"], pa.binary(2)), [0, 1, 1]),
         (pa.array(["007", "7", "7"]), [0, 1, 1]),
-        (pa.array([2.0**60, 1.0, 1.0]), "got float at 3 of 3"),
+        (pa.array([2.0**60, 1.0, 1.0]), "got double$"),
         (pa.array([1, None, 1]), "got no id at 1 of 3 records, first at record 2"),
         (pa.array(["a", "nan", "b"]), "got no id at 1 of 3 records, first at record 2"),
         (pa.array(["a", "a ", "b"]), "record 2 has 'a ', which looks like 'a' at record 1"),
-        (pa.array([True, False, True]), "got bool at 3 of 3"),
-        (pa.array([{"a": 1}] * 3), "got dict at 3 of 3"),
-        (pa.array([datetime.datetime(2020, 1, 1)] * 3), "got datetime at 3 of 3"),
+        (pa.array([True, False, True]), "got bool$"),
+        (pa.array([{"a": 1}] * 3), "got struct$"),
+        (pa.array([datetime.datetime(2020, 1, 1)] * 3), "got timestamp$"),
     ],
 )
 def test_ids_of_every_type_in_parquet(tmp_path, column, people):
@@ -278,9 +278,9 @@ SECRET = "Mrs Smith"
 @pytest.mark.parametrize(
     ("lines", "names", "said"),
     [
-        (f"{SECRET}\n", None, "line 8, of those that are not blank, has 1 fields, line 1 has 3"),
-        (f"\n\n1,2,3,{SECRET}\n", None, "line 8, of those that are not blank, has 4 fields"),
-        (f'"{SECRET},1,2\n', None, "line 8, of those that are not blank, has 1 fields"),
+        (f"{SECRET}\n", None, "record 7 has 1 fields, line 1 has 3"),
+        (f"\n\n1,2,3,{SECRET}\n", None, "record 7 has 4 fields"),
+        (f'"{SECRET},1,2\n', None, "record 7 has 1 fields"),
         (
             f"p,{SECRET},1\n",
             None,
@@ -306,6 +306,7 @@ SECRET = "Mrs Smith"
         ("", f"patient,{SECRET},1", "line 1 must name a column ill, got 3 other columns$"),
         ("", f"{SECRET},{SECRET},1", "line 1 must name a column patient, got 3 other columns$"),
         ("", f"patient,{SECRET},{SECRET}", "line 1 must name a column ill"),
+        ("", "patient4711,40,1", "line 1 must name a column patient, got 3 other columns$"),
     ],
 )
 def test_no_error_of_a_file_quotes_a_record(tmp_path, lines, names, said):
