@@ -56,13 +56,18 @@ def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> Pri
     plan = plan if epsilon is None else plan.replace(target_epsilon=epsilon)
     some = plan.closed(**{name: _ANY[name] for name in plan.open})
     PrivacyPlan(**dict(some))  # what does not fit is refused before the search, which takes time
-    if plan.open:
-        what = " and ".join(plan.open)
-        _LOG.info("searching for %s within epsilon %g", what, plan.target_epsilon)
+    say_search(plan)
     found = fitted(plan)
     if not found.rounds:
         raise CalibrationError(f"not one round is within epsilon {plan.target_epsilon:g}")
     return PrivacyPlan(**dict(found))
+
+
+def say_search(plan: OpenPlan) -> None:
+    """Logs what is searched for, which may take a minute."""
+    if plan.open:
+        what = " and ".join(plan.open)
+        _LOG.info("searching for %s within epsilon %g", what, plan.target_epsilon)
 
 
 def fitted(plan: OpenPlan) -> PrivacyPlan:

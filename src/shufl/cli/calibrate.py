@@ -98,8 +98,10 @@ _NAMES = {
 def _calibrated(asked: OpenPlan, dimension: int | None) -> dict[str, Any]:
     """The plan with what was left out: its ε, its error, and what a round weighs."""
     from shufl.accounting import fitted, mean_update_error, unused_note
+    from shufl.accounting.search import say_search
     from shufl.shuffler import message_length, usual_sealing
 
+    say_search(asked)
     plan = fitted(asked)
     blankets, of_sums = plan.shuffler_blankets, plan.mixing == "sum"
     reports = plan.users if of_sums else plan.users * plan.check_in_rate + blankets
