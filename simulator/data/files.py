@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +27,9 @@ _CASTS: dict[str, tuple[type, str, str, int]] = {
     "int64": (np.int64, "iu", "whole numbers", 2**63 - 1),
 }
 """What an array becomes, its kinds of numbers, and the largest whole one kept exact."""
+
+_INDEX = re.compile(r"|Unnamed: \d+|__index_level_\d+__|\.\.\.\d+")
+"""What pandas, arrow and R call an index that has no name when they write or read a file."""
 
 _Column = Annotated[str, Field(min_length=1)]
 _Columns = Annotated[
@@ -125,6 +129,7 @@ class RecordFile(Section):
         features = self.features
         if features is None:
             features = tuple(n for n in table.column_names if n not in (self.user, *labels))
+            _refuse_index(path, table, features)
         named = (self.user, *labels, *features)
         for name in named:
             if table.column_names.count(name) > 1:
@@ -195,6 +200,17 @@ def read_table(path: Path, user: str = "") -> pyarrow.Table:
     except (pyarrow.ArrowException, UnicodeDecodeError):
         why = broken or "it is empty, damaged, of another kind, or not in UTF-8"
         raise ConfigError(f"{failure}: {why}") from None
+
+
+def _refuse_index(path: Path, table: pyarrow.Table, features: tuple[str, ...]) -> None:
+    """Refuses features nobody named of which one is the index of a table of pandas, or of R."""
+    index = (table.schema.pandas_metadata or {}).get("index_columns", ())
+    for number, name in enumerate(table.column_names, start=1):
+        if name in features and (name in index or _INDEX.fullmatch(name)):
+            raise ConfigError(
+                f'{path.name}: column {number}, "{name}", is the index of a table, no feature: '
+                "write the file without it, or name features"
+            )
 
 
 def no_column(name: str, names: list[str]) -> str:
