@@ -24,18 +24,16 @@ def usual_settings() -> Iterator[None]:
     """
     import torch
 
-    device, denormal = torch.get_default_device(), np.float64(5e-324)
+    device = torch.get_default_device()
     with (
         np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"),
         torch.inference_mode(False),
         torch.enable_grad(),
         ExitStack() as stack,
     ):
-        stack.callback(torch.set_flush_denormal, bool(denormal * np.float64(1.0) == 0.0))
         stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.callback(_set_device, device)
-        torch.set_flush_denormal(False)
         sys.setrecursionlimit(max(_DEPTH, sys.getrecursionlimit()))
         torch.set_default_dtype(torch.float32)
         if device.type != "cpu":
