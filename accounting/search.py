@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from shufl.accounting.accountants.base import usual_errors
 from shufl.accounting.calibration import (
     LEAST_BLANKETS,
     MOST_ROUNDS,
@@ -30,6 +31,7 @@ _LEAST_OF_SUMS = 1e-6  # of all users' noises, which hide a user together
 _USED_UP = 0.99  # of the target: a search that could go on comes nearer
 
 
+@usual_errors()
 def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> PrivacyPlan:
     """Returns the plan with what it leaves open found for a target ε: the plan's, or `epsilon`.
 

@@ -26,7 +26,7 @@ from shufl.server import MakeAggregator, Mean, Optimiser, evaluate
 from shufl.shuffler import most_parameters, usual_sealing
 from shufl.simulator.config import Config
 from shufl.simulator.data.datasets import Dataset, check_task, load_dataset
-from shufl.simulator.data.features import data_digest, load_records
+from shufl.simulator.data.features import data_digest, load_records, mapped
 from shufl.simulator.data.partition import (
     Partition,
     PartitionedRecords,
@@ -34,8 +34,9 @@ from shufl.simulator.data.partition import (
     load_user_records,
 )
 from shufl.simulator.models import build_model
-from shufl.simulator.names import ALGORITHMS, TASKS, Scheme
-from shufl.simulator.section import Carried, ConfigError, find, readers_code
+from shufl.simulator.names import ALGORITHMS, FEATURES, FIXED, TASKS, Scheme
+from shufl.simulator.own_code import code_digest
+from shufl.simulator.section import Carried, ConfigError, find, is_carried, readers_code
 from shufl.simulator.tasks import Form, Task, load_task, loss_of
 from shufl.simulator.trial import try_users
 from shufl.trained import dimension
@@ -55,6 +56,7 @@ class Experiment:
         parameters: number of model parameters d.
         together: whether users' updates may be computed together; see `try_users`.
         unused: why what was searched for does not use up the target, or None.
+        code: the digest of the model's own code, which every process must have; empty: any.
     """
 
     config: Config
@@ -63,6 +65,7 @@ class Experiment:
     parameters: int
     together: bool = True
     unused: str | None = None
+    code: str = ""
 
     @property
     def seed(self) -> int | None:
@@ -108,7 +111,7 @@ class Experiment:
     @property
     def make_model(self) -> functools.partial[nn.Module]:
         """Builds the initial model; picklable."""
-        return model_maker(self.config, self.form)
+        return model_maker(self.config, self.form, self.code)
 
     @property
     def form(self) -> Form:
@@ -159,6 +162,7 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
         ConfigError: values that do not fit together or the data, or a dataset that is not there;
             see also `load_records`.
     """
+    begin_anew(config)
     dataset = load_dataset(config.data.dataset)
     if config.privacy.categories not in (None, dataset.classes):
         raise ConfigError(
@@ -166,8 +170,9 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
             f"got {config.privacy.categories}"
         )
     config = _resolve(config, dataset)
+    code = "" if is_carried(config.model.name) else code_digest([config.model.name])
     unknown = cast(PrivacyPlan, None)  # nothing before the search asks for it
-    experiment = Experiment(config, unknown, halting_round=0, parameters=0)
+    experiment = Experiment(config, unknown, halting_round=0, parameters=0, code=code)
     name, model = config.training.optimiser, experiment.make_model()
     parameters = dimension(model)
     check(config, parameters)
@@ -194,7 +199,7 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
             f"privacy.target_epsilon must be at least {one * 1.001:.4g}, the {plan.accountant} "
             f"epsilon of one round at delta {plan.delta:.4g}, got {plan.target_epsilon:g}"
         )
-    return Experiment(config, plan, halting_round, parameters, together, unused)
+    return Experiment(config, plan, halting_round, parameters, together, unused, code)
 
 
 def _check_options(config: Config) -> None:
@@ -206,6 +211,18 @@ def _check_options(config: Config) -> None:
         step = STEPS.get(name) or find("training.algorithm", name, {})
         with readers_code(f"training.algorithm_options are none of {name}"):
             inspect.signature(step).bind(*[None] * 5, **config.training.algorithm_options)
+
+
+def begin_anew(config: Config) -> None:
+    """Forgets an earlier run's data, which may have changed since.
+
+    Raises:
+        ConfigError: a module of the reader's has changed since this process imported it.
+    """
+    code_digest(config.own_code)
+    if config.data.dataset not in FIXED or config.data.features not in (None, *FEATURES):
+        for cache in (load_dataset, load_partition, mapped):
+            cache.cache_clear()
 
 
 _NO_METRICS = {
@@ -310,9 +327,9 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
     return config.model_copy(update={"privacy": privacy}), plan, unused_note(asked, plan)
 
 
-def model_maker(config: Config, form: Form) -> functools.partial[nn.Module]:
-    """Builds the initial model for such records; picklable."""
-    about = form, config.data_seed, config.model.options
+def model_maker(config: Config, form: Form, code: str = "") -> functools.partial[nn.Module]:
+    """Builds the initial model for such records; picklable. `code` is as for `build_model`."""
+    about = form, config.data_seed, config.model.options, code
     return functools.partial(build_model, config.model.name, *about)
 
 

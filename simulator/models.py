@@ -16,6 +16,7 @@ from torch import nn
 from shufl.clients import ModuleState
 from shufl.shuffler import model_digest
 from shufl.simulator.data.datasets import wrong_tensor
+from shufl.simulator.own_code import code_digest
 from shufl.simulator.section import READERS_ERRORS, ConfigError, find, readers_code
 from shufl.simulator.tasks import Form, load_task
 from shufl.trained import frozen_digest, sent, trained
@@ -98,9 +99,14 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_model(
-    name: str, form: Form, seed: int, options: dict[str, Any] | None = None
+    name: str, form: Form, seed: int, options: dict[str, Any] | None = None, code: str = ""
 ) -> nn.Module:
-    """The model of that name, a key of MODELS or `module:callable`, initialised from `seed`."""
+    """The model of that name, a key of MODELS or `module:callable`, initialised from `seed`.
+
+    `code` is the `code_digest` that it must have, if both are known.
+    """
+    if code and code_digest([name]) not in ("", code):
+        raise ConfigError(f"model {name}: its code has changed since the run began")
     make = find("model", name, MODELS)
     failure = f"model {name} could not be built for records of shape {form.input_shape}"
     with seeded(seed), readers_code(failure):

@@ -15,6 +15,8 @@ DATASETS = {
     "insteval": "shufl.simulator.data.natural:insteval",
     "movielens": "shufl.simulator.data.natural:movielens",
 }
+FIXED = set(DATASETS) - {"insteval", "movielens"}
+"""Datasets that are the same everywhere; the files of the others are the reader's."""
 FEATURES = {"scattering": "shufl.simulator.data.features:whitened_scattering"}
 ALGORITHMS = ("fedsgd", "fedavg", "fedprox")
 Optimisers = Literal[

@@ -42,7 +42,9 @@ from shufl.simulator.data.datasets import dataset_digest
 from shufl.simulator.data.users import spaced
 from shufl.simulator.engines import Engine, engine_of, interrupts
 from shufl.simulator.experiment import Experiment, prepare
-from shufl.simulator.names import DATASETS
+from shufl.simulator.isolation import usual_settings
+from shufl.simulator.names import FIXED
+from shufl.simulator.own_code import code_digest
 from shufl.simulator.plots import plot_score_epsilon
 from shufl.simulator.progress import RoundProgress
 from shufl.simulator.records import RunRecorder, check_ledger, note_start, rounds_told
@@ -78,18 +80,21 @@ class Run:
         self._console = console
 
     @classmethod
+    @usual_settings()
     def new(cls, config: Config, runs: Path, console: Console) -> Run:
         """A run of this configuration, with a folder of its own in `runs`.
 
         Raises:
             ConfigError: before any work.
         """
+        runs = runs.absolute()  # code of the reader's may change to another folder
         make_engine = engine_of(config.simulation.engine)
         experiment = prepare(config, make_engine.check)
         engine = make_engine(experiment)
         return cls(make_folder(runs, experiment), experiment, engine, console)
 
     @classmethod
+    @usual_settings()
     def of(
         cls,
         folder: Path,
@@ -110,6 +115,7 @@ class Run:
         experiment = prepare(config) if make_engine else prepare(config, usual.check)
         return cls(folder, experiment, (make_engine or usual)(experiment), console)
 
+    @usual_settings()
     def train(self, on_round: OnRound = lambda model: False) -> RunEnd:
         """Trains to the end, from the checkpoint if the run was begun before.
 
@@ -238,8 +244,9 @@ class Run:
         if frozen := frozen_digest(self.experiment.make_model()):
             origin["frozen parameters"] = frozen[:12]
         data = config.data
-        fixed = set(DATASETS) - {"insteval", "movielens"}  # the files of these are the reader's
-        if data.dataset not in fixed or data.features is not None:
+        if code := code_digest(config.own_code):
+            origin[f"code of {' '.join(config.own_code)}"] = code[:12]
+        if data.dataset not in FIXED or data.features is not None:
             names = " ".join(filter(None, (str(data.dataset), data.features)))
             origin[f"data.dataset {names}"] = dataset_digest(self.experiment.dataset)[:12]
         return origin

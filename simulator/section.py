@@ -19,6 +19,7 @@ from pydantic import ValidationError, field_validator
 from shufl.accounting import lines
 from shufl.accounting.validation import ConfigError as ConfigError
 from shufl.accounting.validation import Record, first_mistake, read_toml
+from shufl.simulator.isolation import usual_settings
 
 READERS_ERRORS = (Exception, SystemExit)
 """What code of the reader's may raise: `sys.exit()` would end the command without a word."""
@@ -144,7 +145,7 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{kind} must be one of {', '.join(known)}, or module:callable, got {name}"
         )
-    with readers_code(f"{kind} {name} could not be imported", quote=_OF_IMPORTS):
+    with readers_code(f"{kind} {name} could not be imported", quote=_OF_IMPORTS), usual_settings():
         return pkgutil.resolve_name(meant)
 
 
@@ -189,7 +190,7 @@ def one_line(error: BaseException, quote: Kinds = (BaseException,)) -> str:
     said = said or type(error).__name__
     for frame, line in reversed(frames):
         path = Path(frame.f_code.co_filename)
-        if path.is_file() and not _is_of_others(path):
+        if path.is_file() and not is_of_others(path):
             return f"{said} ({path.name}, line {line})"
     return said
 
@@ -197,7 +198,7 @@ def one_line(error: BaseException, quote: Kinds = (BaseException,)) -> str:
 _OURS = Path(__file__).parents[1]
 
 
-def _is_of_others(path: Path) -> bool:
+def is_of_others(path: Path) -> bool:
     """Whether a file is Python's, of an installed package or ours, and so none of the reader's."""
     installed = {"site-packages", "dist-packages"}.intersection(path.parts)
     others = sysconfig.get_path("stdlib"), _OURS

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from shufl.clients import LocalTraining, ModuleState, as_keys, local_update, user_updates
 from shufl.simulator.models import MODELS, build_model, seeded
 from shufl.simulator.names import TASKS
+from shufl.simulator.own_code import code_digest
 from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line, readers_code
 from shufl.simulator.tasks import Form, load_task
 from shufl.trained import load_sent, sent
@@ -53,15 +54,17 @@ def try_users(
 
     `make_model` is `build_model` with its arguments; `records` is the most that a user has.
     """
-    name, form, _, options = make_model.args
+    name, form, _, options, *_ = make_model.args
     if name in MODELS and form.task in TASKS and not (training.own or training.options):
         return True
     same = functools.partial(build_model, name, form, 0, options)
-    return _try(pickle.dumps((same, training, records)))
+    code = code_digest((name, form.task, training.algorithm))
+    return _try(pickle.dumps((same, training, records)), code)
 
 
 @functools.lru_cache(maxsize=16)
-def _try(given: bytes) -> bool:
+def _try(given: bytes, code: str) -> bool:
+    """`code` is the digest of what the names in `given` stand for."""
     make_model, training, records = pickle.loads(given)
     name, form, *_ = make_model.args
     sizes = records, 1, records // 2 + 1, records

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
 import dp_accounting
+import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation, dp_event
 
 from shufl.accounting import adjacency, validation
@@ -13,6 +14,11 @@ from shufl.accounting.mechanisms import GaussianMechanism
 
 # How dp_accounting's own event for a release without any protection is priced.
 UNPROTECTED = Shuffled(1, CheckIn(1.0), GaussianMechanism(noise_multiplier=0.0))
+
+
+def usual_errors() -> np.errstate:
+    """Numpy's own handling of overflow and the like, as a context or a decorator."""
+    return np.errstate(divide="warn", over="warn", under="ignore", invalid="warn")
 
 
 class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
@@ -37,6 +43,12 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     round_kinds: ClassVar[tuple[type, ...]] = (Shuffled,)
     participations: ClassVar[tuple[type, ...]] = (CheckIn, FixedSize)
     mechanisms: ClassVar[tuple[type, ...]] = (GaussianMechanism,)
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Has questions answered under `usual_errors`, whatever the caller has set in numpy."""
+        super().__init_subclass__(**given)
+        for name in {"_epsilon", "_delta", "epsilon_lower_bound", "note"} & vars(cls).keys():
+            setattr(cls, name, usual_errors()(vars(cls)[name]))
 
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE

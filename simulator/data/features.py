@@ -30,7 +30,7 @@ from shufl.simulator.data.datasets import (
 from shufl.simulator.data.files import RecordFile
 from shufl.simulator.data.scattering import COEFFICIENTS, scattering
 from shufl.simulator.data.whitening import dead_leaves, whitened, whitening
-from shufl.simulator.names import FEATURES
+from shufl.simulator.names import DATASETS, FEATURES
 from shufl.simulator.section import ConfigError, find, one_line, readers_code
 
 Tensors = dict[str, Any]  # a dataset's, by name
@@ -71,7 +71,7 @@ def load_records(dataset: str | RecordFile, features: str | None) -> Dataset:
         ConfigError: see `load_dataset`; or the map fails, or there is no room to keep its features.
     """
     loaded = load_dataset(dataset)
-    return loaded if features is None else _mapped(loaded, features)
+    return loaded if features is None else mapped(loaded, features)
 
 
 def data_digest(dataset: str | RecordFile, features: str | None) -> str:
@@ -88,15 +88,20 @@ def check_digest(dataset: str | RecordFile, features: str | None, digest: str | 
     With another split this process would train on records that the other one tests on.
     """
     if digest and digest != data_digest(dataset, features):
+        if features in (None, *FEATURES) and (dataset in DATASETS or not isinstance(dataset, str)):
+            raise ConfigError(
+                f"data.dataset {dataset} has changed since the run began: its file must stay as it "
+                "is, and be the same on every machine"
+            )
         own = "" if features is None else f", or data.features {features},"
         raise ConfigError(
             f"data.dataset {dataset}{own} differs between calls: it must be the same at every call "
-            "(seed its random numbers, as those of a split)"
+            "(seed its random numbers, as those of a split, and change no file that it reads)"
         )
 
 
 @functools.lru_cache(maxsize=1)
-def _mapped(dataset: Dataset, name: str) -> Dataset:
+def mapped(dataset: Dataset, name: str) -> Dataset:
     """The dataset with its records mapped.
 
     The features of the maps here are kept in a file that all processes share. Those of the

@@ -31,6 +31,9 @@ _NUMBERS = re.compile(r"u?int\d+|halffloat|float|double|bool")
 _IDS = re.compile(r"u?int\d+|\w*string\w*|\w*binary\w*|null")  # of null each is missing
 """Types of columns, as pyarrow names them, of which no value can fail to become Python's."""
 
+_INDEX = re.compile(r"Unnamed: \d+|__index_level_\d+__|\.\.\.\d+")
+"""What pandas, arrow and R call an index that has no name when they write or read a file."""
+
 _Column = Annotated[str, Field(min_length=1)]
 _Columns = Annotated[
     tuple[_Column, ...],
@@ -130,6 +133,7 @@ class RecordFile(Section):
         names = table.column_names
         if features is None:
             features = tuple(n for n in names if n not in (self.user, *labels))
+            _refuse_index(path, table, features)
         named = (self.user, *labels, *features)
         for name in named:
             if names.count(name) > 1 and name.strip():
@@ -223,6 +227,18 @@ def _start(path: Path) -> bytes:
 def _is_parquet(path: Path) -> bool:
     """By its first bytes, whatever it is called; a damaged or empty one by its name."""
     return _start(path).startswith(b"PAR1") or path.suffix == ".parquet"
+
+
+def _refuse_index(path: Path, table: pyarrow.Table, features: tuple[str, ...]) -> None:
+    """Refuses features nobody named of which one is the index of a table of pandas, or of R."""
+    index = (table.schema.pandas_metadata or {}).get("index_columns", ())
+    for number, name in enumerate(table.column_names, start=1):
+        unnamed = _INDEX.fullmatch(name) or (number == 1 and not name)
+        if name in features and (name in index or unnamed):
+            raise ConfigError(
+                f'{path.name}: column {number}, "{name}", is the index of a table, no feature: '
+                "write the file without it, or name features"
+            )
 
 
 def no_column(name: str, names: list[str], sure: bool = False, place: str = "line 1") -> str:

@@ -19,11 +19,14 @@ from shufl.accounting.validation import NotNegative, Probability, Record, first_
 from shufl.server import CheckpointError
 from shufl.simulator.config import Config
 from shufl.simulator.console import Console
+from shufl.simulator.data.datasets import dataset_digest, load_dataset
 from shufl.simulator.engines import engine_of
-from shufl.simulator.experiment import prepare
+from shufl.simulator.experiment import begin_anew, prepare
 from shufl.simulator.grid.central import Reference
 from shufl.simulator.grid.central_users import UserReference, as_central, trusted
 from shufl.simulator.grid.settings import Point
+from shufl.simulator.isolation import usual_settings
+from shufl.simulator.own_code import code_digest
 from shufl.simulator.records import MetricsError, provenance, read_rows
 from shufl.simulator.run import Run
 from shufl.simulator.section import find, readers_code
@@ -31,6 +34,7 @@ from shufl.simulator.section import find, readers_code
 _RESULT = "result.json"
 
 
+@usual_settings()
 def play(point: Point, folder: Path, threads: int) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
@@ -47,11 +51,12 @@ def play(point: Point, folder: Path, threads: int) -> None:
         came_to = _by_another(point)
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    came_to = came_to | provenance() | {"versions": versions}
+    came_to = came_to | provenance() | {"versions": versions, "rests_on": rests_on(point)}
     checked_result(point, came_to)
     write_result(folder, point, came_to)
 
 
+@usual_settings()
 def check(point: Point) -> None:
     """Checks that a point can be played."""
     if point.trainer in ("shufl", "central-users"):
@@ -60,6 +65,18 @@ def check(point: Point) -> None:
         engine(prepare(config, engine.check))
     else:
         _trainer(point)
+
+
+def rests_on(point: Point) -> str:
+    """A digest of the reader's code and data behind a point; empty if there are none.
+
+    Raises:
+        ConfigError: the data cannot be loaded, or a module has changed since it was imported.
+    """
+    name = point.config.data.dataset
+    own = ":" in name if isinstance(name, str) else True
+    data = dataset_digest(load_dataset(name))[:12] if own else ""
+    return code_digest(point.own_code)[:12] + data
 
 
 class Trainer(Protocol):
@@ -78,6 +95,7 @@ _TRAINERS = {
 
 def _trainer(point: Point) -> Trainer:
     """The trainer of a point, made with its configuration, which checks it."""
+    begin_anew(point.config)
     make = find("trainer", point.trainer, _TRAINERS)
     with readers_code(f"trainer {point.trainer} does not take the configuration"):
         made: Trainer = make(point.config)
@@ -129,6 +147,7 @@ class _Result(Record):
     command: str
     commit: str
     date: str = ""  # older results have none
+    rests_on: str = ""  # older results have none, nor have those without code and data of one's own
     epsilon: dict[str, NotNegative | None]
     versions: dict[str, str]
 

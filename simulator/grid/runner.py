@@ -13,9 +13,10 @@ from typing import Any
 
 from shufl.accounting import validation
 from shufl.simulator.console import Console
+from shufl.simulator.data.datasets import load_dataset
 from shufl.simulator.engines.base import check_cpus, interrupts, running_ray
 from shufl.simulator.grid.page import finished, keep_grid, write_page
-from shufl.simulator.grid.points import check, play, read_result
+from shufl.simulator.grid.points import check, play, read_result, rests_on
 from shufl.simulator.grid.rows import take_over_rows
 from shufl.simulator.grid.settings import Point, load_grid
 from shufl.simulator.section import ConfigError, make_importable, one_line
@@ -81,7 +82,8 @@ def play_points(
         EngineFailed: Ray does not start.
         KeyboardInterrupt: SIGINT or SIGTERM came; what was at work is ended.
     """
-    waiting = [point for point in points if read_result(folder / point.key) is None]
+    load_dataset.cache_clear()
+    waiting = [point for point in points if not _is_there(point, folder)]
     console.print(f"{len(points)} runs, {len(points) - len(waiting)} of them already there")
     if not waiting:
         return
@@ -119,6 +121,12 @@ def play_points(
                 soft_wrap=True,
                 highlight=False,
             )
+
+
+def _is_there(point: Point, folder: Path) -> bool:
+    """Whether a point has a result, of the reader's code and data as they are now."""
+    result = read_result(folder / point.key)
+    return result is not None and result["rests_on"] == rests_on(point)
 
 
 def _at_path(

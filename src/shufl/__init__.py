@@ -9,6 +9,8 @@ from typing import Any
 
 import lazy_loader
 
+from shufl.imports import imported_at as imported_at
+
 _find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 

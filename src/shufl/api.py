@@ -21,6 +21,8 @@ from shufl.simulator.console import Console
 from shufl.simulator.data.datasets import Dataset
 from shufl.simulator.experiment import Experiment
 from shufl.simulator.grid.runner import play_grid
+from shufl.simulator.isolation import usual_settings
+from shufl.simulator.own_code import code_digest
 from shufl.simulator.plots import plot_score_epsilon
 from shufl.simulator.records import MetricsError, read_run
 from shufl.simulator.run import Run, config_of
@@ -103,6 +105,7 @@ class RunResult:
         return {row.name: row.epsilon for row in self._table}
 
     @functools.cached_property
+    @usual_settings()
     def model(self) -> nn.Module:
         """The final model.
 
@@ -113,6 +116,7 @@ class RunResult:
         """
         if not (path := self.folder / "model.pt").exists():
             raise RoundFailed(f"{path} is missing: the run has not come to its end")
+        code_digest(self._config.own_code)  # or refuses what has changed
         model = Experiment(self._config, self.plan, 0, 0).make_model()
         try:
             state = load_tensors(path)

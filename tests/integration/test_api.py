@@ -83,7 +83,7 @@ if __name__ == "__main__":
     changes, ray_is_ours, sizes = json.loads(sys.argv[1]), False, None
     if "ray" in sys.argv[2:]:
         import ray
-        ray.init(num_cpus=1, include_dashboard=False)
+        ray.init("local", num_cpus=1, include_dashboard=False)
     seen = []
     run = shufl.run("quickstart", changes, dataset=data, model=Net, on_round=stop_in_round_2)
     said = [run.epsilon["blanket"], run.epsilon_so_far["blanket"]]

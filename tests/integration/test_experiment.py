@@ -71,6 +71,7 @@ CAME_TO = {
     **{"noise_multiplier": 1.0, "shuffler_blankets": 0.0, "seconds": 0.5, "epsilon": {"pld": 2.0}},
     **{"adjacency": "replace", "accountant": "pld", "command": "a, b", "commit": "0123"},
     "date": "2026-11-26 00:45+00:00",
+    "rests_on": "",
     "versions": {"shufl": "1", "torch": "2+cpu"},
 }
 

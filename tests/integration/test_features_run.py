@@ -20,7 +20,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path
-    features._mapped.cache_clear()
+    features.mapped.cache_clear()
 
 
 def finished(place, name, *overrides):

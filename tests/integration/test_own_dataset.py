@@ -66,7 +66,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path
-    features._mapped.cache_clear()
+    features.mapped.cache_clear()
     load_dataset.cache_clear()
     sys.modules.pop("blobs", None)
 

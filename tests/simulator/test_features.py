@@ -21,9 +21,9 @@ from shufl.simulator.experiment import prepare
 def fresh(tmp_path, monkeypatch):
     """A cache folder of its own, and no features in this process's memory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    features._mapped.cache_clear()
+    features.mapped.cache_clear()
     yield tmp_path / "shufl" / "features"
-    features._mapped.cache_clear()
+    features.mapped.cache_clear()
 
 
 def image():
@@ -100,10 +100,10 @@ def test_features_are_kept_and_a_damaged_file_is_not_used(fresh):
     (path,) = fresh.iterdir()
     expected = first.train_features.clone()
     for damage in (lambda data: data[: len(data) // 2], lambda data: flipped(data)):
-        features._mapped.cache_clear()
+        features.mapped.cache_clear()
         path.write_bytes(damage(path.read_bytes()))
         assert torch.equal(load_records(name, "scattering").train_features, expected)
-    features._mapped.cache_clear()
+    features.mapped.cache_clear()
     before = path.stat().st_mtime_ns
     assert torch.equal(load_records(name, "scattering").train_features, expected)
     assert path.stat().st_mtime_ns == before  # read, not made again
@@ -167,7 +167,7 @@ def test_maps_of_ones_own_are_checked(fresh, tmp_path, monkeypatch):
 def test_a_dataset_of_ones_own_may_have_lists_for_its_mean_and_deviation(fresh):
     given = replace(few_digits(), mean=[0.3], std=[0.2])
     whole = replace(given, mean=(0.3,), std=(0.2,))
-    ours, theirs = (features._mapped(each, "scattering") for each in (given, whole))
+    ours, theirs = (features.mapped(each, "scattering") for each in (given, whole))
     assert torch.equal(ours.test_features, theirs.test_features)
 
 

@@ -1,5 +1,6 @@
 """Records of a CSV or Parquet file: whose they are, what is learnt, what is refused."""
 
+import json
 import os
 
 import numpy as np
@@ -259,6 +260,38 @@ def test_a_parquet_file_is_one_whatever_its_name_and_folder(tmp_path):
     parquet.write_table(pa.table(GIVEN | {"u": broken}), folder / "f.parquet")
     with pytest.raises(ConfigError, match=r"cannot be read as CSV or Parquet: .* not in UTF-8"):
         read(folder / "f.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("", "visits.csv"),
+        ("Unnamed: 0", "visits.csv"),
+        ("...1", "visits.csv"),
+        ("__index_level_0__", "visits.parquet"),
+        ("visit", "visits.parquet"),
+    ],
+)
+def test_the_index_of_a_table_is_no_feature_unless_it_is_named(name, file, tmp_path):
+    index = {name: np.arange(len(visits()["age"]))}
+    columns = {
+        key: value for key, value in COLUMNS.items() if key not in ("features", "mean", "std")
+    }
+    table = pa.table(index | visits())
+    if file.endswith("parquet"):  # as pandas says it
+        said = {"index_columns": [name], "columns": [], "column_indexes": []}
+        table = table.replace_schema_metadata({"pandas": json.dumps(said)})
+        parquet.write_table(table, tmp_path / file)
+    else:
+        csv.write_csv(table, tmp_path / file)
+    given = RecordFile.checked("it", columns | {"file": str(tmp_path / file)})
+    with pytest.raises(ConfigError) as error:
+        given.load()
+    line = f'{file}: column 1, "{name}", is the index of a table, no feature: write the file'
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+    if name:
+        named = given.model_copy(update={"features": (name, "age")})
+        assert named.load().input_shape == (2,)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"a,b\n1\n1,2,3\n", None])

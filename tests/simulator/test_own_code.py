@@ -1,0 +1,103 @@
+"""Code of the reader's: what belongs to it, and that none is used that its file no longer has."""
+
+import importlib
+import os
+import sys
+import time
+
+import pytest
+
+from shufl.simulator.models import build_model
+from shufl.simulator.own_code import code_digest
+from shufl.simulator.section import Carried, ConfigError
+from shufl.simulator.tasks import Form
+
+FILES = {
+    "ours/__init__.py": "",
+    "ours/net.py": "import json\nfrom torch import nn\nfrom .sizes import WIDTH\n"
+    "def net(shape, outputs):\n    from ours import late\n    return nn.Linear(WIDTH, outputs)\n",
+    "ours/sizes.py": "WIDTH = 3\n",
+    "ours/late.py": "",
+    "ours/other.py": "",
+}
+FORM = Form((3,), 2)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A package of the reader's, in a folder where modules are found."""
+    (tmp_path / "ours").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [each for each in sys.modules if each.partition(".")[0] == "ours"]:
+        del sys.modules[name]
+
+
+def digest():
+    return code_digest(["ours.net:net", "digits"])
+
+
+def test_the_digest_is_of_the_module_and_of_what_it_imports_of_the_readers_own(place):
+    before = digest()
+    assert "ours" not in sys.modules and code_digest(["digits"]) == ""
+    (place / "ours/other.py").write_text("X = 1\n")
+    net = place / "ours/net.py"
+    net.write_text("# the same\n" + net.read_text().replace("WIDTH, outputs", "WIDTH,  outputs"))
+    assert digest() == before
+    digests = {before}
+    for name in ("net", "sizes", "late", "__init__"):
+        with (place / f"ours/{name}.py").open("a") as file:
+            file.write("Y = 2\n")
+        digests.add(digest())
+    assert len(digests) == 5
+
+
+def test_a_module_that_has_changed_since_it_was_imported_is_refused_until_it_is_loaded_anew(place):
+    build_model("ours.net:net", FORM, 0)
+    digest()
+    (place / "ours/sizes.py").write_text("WIDTH = 4\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"sizes.py has changed since .*: restart the proc"):
+            digest()
+    importlib.reload(sys.modules["ours.sizes"])
+    digest()
+
+
+def test_a_change_before_the_first_run_is_seen_too(place):
+    importlib.import_module("ours.net")
+    sizes = place / "ours/sizes.py"
+    sizes.write_text("WIDTH = 4\n")
+    os.utime(sizes, (time.time() + 1, time.time() + 1))  # the system's clock of files is coarse
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"sizes.py has changed"):
+            digest()
+
+
+def test_every_process_must_have_the_code_that_the_run_began_with(place):
+    before = code_digest(["ours.net:net"])
+    build_model("ours.net:net", FORM, 0, {}, before)
+    with pytest.raises(ConfigError, match=r"model ours.net:net: its code has changed since"):
+        build_model("ours.net:net", FORM, 0, {}, "0" * 64)
+
+
+def test_an_objects_code_is_that_of_its_class_or_its_layers(place, monkeypatch):
+    from torch import nn
+
+    def of(given):
+        return code_digest([Carried("it", given)])
+
+    assert of(importlib.import_module("ours.net").net) == code_digest(["ours.net:net"])
+    made = [nn.Sequential(nn.Linear(2, 2), kind()) for kind in (nn.ReLU, nn.ReLU, nn.Tanh)]
+    assert of(made[0]) == of(made[1]) != of(made[2])
+
+    def one():
+        return 1
+
+    def another():
+        return 2
+
+    for each in (one, another):  # as in a notebook
+        each.__module__, each.__qualname__ = "__main__", "net"
+    assert of(one) == of(one) != of(another)
