@@ -572,6 +572,18 @@ def test_a_frozen_parameter_that_no_run_can_keep_is_one_line(value):
     assert "\n" not in str(error.value)
 
 
+def with_attribute(input_shape, classes, value):
+    model = NetWithBuffer(input_shape, classes, torch.ones(1))
+    model.shape_alone = value
+    return model
+
+
+def test_a_tensor_without_numbers_is_no_hindrance_where_none_are_sent():
+    value = {"value": torch.ones(2, device="meta")}
+    model = build_model(f"{__name__}:with_attribute", Form((1, 8, 8), 10), 0, value)
+    assert model.shape_alone.is_meta
+
+
 class Subclass(torch.Tensor):
     """Cannot be copied."""
 
