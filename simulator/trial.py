@@ -147,20 +147,30 @@ def made_up(model: nn.Module, form: Form, records: int) -> tuple[torch.Tensor, t
 
 
 def agrees_one_by_one(
-    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, training: LocalTraining
+    model: nn.Module,
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    training: LocalTraining,
+    sizes: np.ndarray | None = None,
 ) -> bool:
     """Whether `user_updates` gives these users what `local_update` does.
+
+    Args:
+        sizes: how many of its records each user has; all, where it is None.
 
     Raises:
         RuntimeError: torch cannot vectorise the model, or it draws torch's random numbers.
     """
     exact_float32()
     seeds = np.arange(len(labels), dtype=np.uint64)
+    real = None if sizes is None else torch.from_numpy(sizes)
+    given = model, features, labels, training, as_keys(seeds)
     with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
         warnings.simplefilter("ignore", UserWarning)
-        together = user_updates(model, features, labels, training, as_keys(seeds)).values()
-    users = zip(features, labels, seeds.tolist(), strict=True)
-    alone = (local_update(model, x, y, training, seed) for x, y, seed in users)
+        together = user_updates(*given, real=real).values()
+    ends = [None] * len(labels) if sizes is None else sizes.tolist()
+    users = zip(features, labels, ends, seeds.tolist(), strict=True)
+    alone = (local_update(model, x[:end], y[:end], training, seed) for x, y, end, seed in users)
     flat = torch.cat([update.reshape(len(labels), -1) for update in together], dim=1).numpy()
     return all(close(*pair, 1e-3) for pair in zip(flat, alone, strict=True))
 

@@ -29,7 +29,6 @@ from shufl.clients import (
     as_keys,
     epochs_of_users,
     in_type,
-    local_update,
     user_updates,
 )
 from shufl.simulator.engine_table import Precision
@@ -48,7 +47,7 @@ from shufl.simulator.engines.gradient_forms import (
 )
 from shufl.simulator.models import seeded
 from shufl.simulator.tasks import Form
-from shufl.simulator.trial import agrees_one_by_one, close, made_up
+from shufl.simulator.trial import agrees_one_by_one, made_up
 from shufl.trained import dimension, trained
 
 Method = Literal["book-keeping", "vmap"]
@@ -181,8 +180,9 @@ def fastest_method(
         x, y = (each.reshape(len(few), most, *each.shape[1:]) for each in longest)
         with _Types() as types:
             agrees = agrees_one_by_one(model, x, y, training)
-        if training.algorithm != "fedsgd":
-            agrees &= _unequal_agree(model, x, y, training)
+        if training.algorithm != "fedsgd" or np.ptp(sizes):
+            unequal = np.resize([most, 1, most // 2 + 1], len(few))
+            agrees &= agrees_one_by_one(model, x, y, training, unequal)
     if not agrees:
         why = "draws random numbers, rounds, or lets records of a batch change each other's scores"
         if types.short:
@@ -222,22 +222,6 @@ class _Types(TorchDispatchMode):
         if isinstance(made, torch.Tensor) and made.is_floating_point() and made.itemsize < 4:
             self.short.add(str(made.dtype).removeprefix("torch."))
         return made
-
-
-def _unequal_agree(
-    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, training: LocalTraining
-) -> bool:
-    """Whether users who take unequally many steps together have the updates of each alone."""
-    users, most = labels.shape[:2]
-    sizes = np.resize([most, 1, most // 2 + 1], users)
-    seeds = np.arange(users, dtype=np.uint64)
-    places = torch.arange(users * most).reshape(users, most)
-    flat = features.flatten(0, 1), labels.flatten(0, 1), places, torch.from_numpy(sizes)
-    together = epochs_of_users(model, *flat, training, as_keys(seeds))
-    ours = torch.cat([each.reshape(users, -1) for each in together.values()], dim=1).numpy()
-    records = zip(features, labels, sizes.tolist(), seeds.tolist(), strict=True)
-    alone = [local_update(model, x[:n], y[:n], training, seed) for x, y, n, seed in records]
-    return all(close(*pair, 1e-3) for pair in zip(ours, alone, strict=True))
 
 
 def _worth(device: str) -> int:
