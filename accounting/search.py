@@ -47,7 +47,7 @@ def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> Pri
         ...     shuffler_blankets=1e3, accountant="blanket",
         ... )
         >>> round(calibrate(plan, epsilon=0.5).mechanism.noise_multiplier, 3)
-        0.608
+        0.607
 
     Raises:
         CalibrationError: Nothing reaches the target.

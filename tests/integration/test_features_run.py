@@ -60,4 +60,4 @@ def test_a_run_is_resumed_with_the_same_features_only(place, monkeypatch):
     (place / "maps.py").write_text(MODULE.replace("FACTOR", "3"))
     result = shufl("run", "--resume", folder)
     assert result.returncode != 0
-    assert "made with data.dataset digits maps:halved" in " ".join(result.stderr.split())
+    assert "made with code of maps:halved" in " ".join(result.stderr.split())
