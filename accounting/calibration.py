@@ -243,7 +243,7 @@ class _Pairs:
             excess = min(max(math.log(epsilon / self.target_epsilon), -50.0), 50.0)
             if excess > 0.0 and place == MOST_BLANKETS:
                 raise CalibrationError(f"{_TOO_FEW} epsilon {self.target_epsilon:g}")
-            if excess <= 0.0 and place == LEAST_BLANKETS:
+            if excess == 0.0 or (excess < 0.0 and place == LEAST_BLANKETS):
                 return place
             few, enough = (place, enough) if excess > 0.0 else (few, place)
             if enough <= 1.01 * few:
@@ -255,10 +255,9 @@ class _Pairs:
             root = min(max(root, LEAST_BLANKETS), MOST_BLANKETS)
             if self.slope is not None and abs(excess) < _NEAR:
                 return root
-            before, place = (
-                (place, excess),
-                root if few < root < enough else math.sqrt(few * enough),
-            )
+            before = place, excess
+            between = math.sqrt(max(few, LEAST_BLANKETS) * min(enough, MOST_BLANKETS))
+            place = root if few < root < enough else between
         return place
 
     def error(self, noise: Any, blankets: Any) -> Any:

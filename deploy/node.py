@@ -24,7 +24,7 @@ from shufl.simulator.data.features import map_records
 from shufl.simulator.data.files import RecordFile, tensor_of
 from shufl.simulator.data.users import spaced, where
 from shufl.simulator.experiment import (
-    check_report_size,
+    check_model_size,
     local_training,
     model_maker,
     plan_of,
@@ -76,7 +76,9 @@ def check_data(
     plan = agreed_plan(config)
     form = _form(site, config)
     make_model = model_maker(config, form)
-    check_report_size(config, plan, dimension(make_model()), site.users)
+    parameters = dimension(make_model())
+    check_model_size(config, parameters)
+    plan.check_dimension(parameters, site.users)
     load_users = _records(site, folder, config, plan)
     with readers_code("data: the records cannot be read", quote=()):
         records = load_users()

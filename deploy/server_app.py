@@ -49,12 +49,7 @@ from shufl.simulator.config import Config
 from shufl.simulator.console import Console
 from shufl.simulator.data.features import check_digest
 from shufl.simulator.engines.base import logs_to
-from shufl.simulator.experiment import (
-    Experiment,
-    check_model_size,
-    check_report_size,
-    prepare,
-)
+from shufl.simulator.experiment import Experiment, check_model_size, prepare
 from shufl.simulator.records import MetricsError
 from shufl.simulator.run import Run
 from shufl.simulator.section import ConfigError, make_importable, one_line
@@ -86,9 +81,8 @@ def deployed_experiment(config: Config, shufflers: int) -> Experiment:
     training = config.training.model_copy(update={"checkpoint_every": 1})
     window = config.window or Times()
     decided = {"seed": "system", "shuffler": shuffler, "training": training, "window": window}
-    experiment = prepare(config.model_copy(update=decided), DeployedEngine.check)
-    plan = experiment.plan
-    check_report_size(experiment.config, plan, experiment.parameters, None)
+    experiment = prepare(config.model_copy(update=decided), check_model_size)
+    experiment.plan.check_dimension(experiment.parameters)
     return experiment
 
 
@@ -151,10 +145,7 @@ class DeployedEngine:
     nodes = "real"
     repeats_releases = False
 
-    @staticmethod
-    def check(config: Config, parameters: int) -> None:
-        """Checks the model's size."""
-        check_model_size(config, parameters)
+    check = staticmethod(check_model_size)
 
     def __init__(
         self, experiment: Experiment, site: ServerSite, grid: Grid, tell: Callable[[str], None]

@@ -282,20 +282,6 @@ def _try_aggregator(experiment: Experiment, parameters: int) -> None:
             )
 
 
-def check_report_size(
-    config: Config, plan: PrivacyPlan, parameters: int, of_node: int | None
-) -> None:
-    """Refuses a model of which a report, or a sum, has no room.
-
-    A node's users are `of_node`, if that is known.
-
-    Raises:
-        ConfigError: It has too many parameters; or with sums a node adds too little noise.
-    """
-    check_model_size(config, parameters)
-    plan.check_dimension(parameters, of_node)
-
-
 def check_model_size(config: Config, parameters: int) -> None:
     """Refuses a model of which no report holds all parameters.
 

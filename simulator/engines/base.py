@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -221,7 +221,7 @@ def running_ray(log_file: Path) -> Iterator[None]:
         logs_to(log_file, "ray"),
         mock.patch.object(worker, "print_to_stdstream", write),  # Ray has no setting for this
         mock.patch.object(utils, "set_sigterm_handler"),  # nor for this: ours stay
-        mock.patch.object(worker, "connect", _keeping_handlers(worker.connect)),
+        mock.patch.object(worker, "connect", _handlers_kept()(worker.connect)),
     ):
         try:
             ray.init(address, **options)
@@ -233,22 +233,18 @@ def running_ray(log_file: Path) -> Iterator[None]:
             ray.shutdown()
 
 
-def _keeping_handlers(connect: Callable[..., Any]) -> Callable[..., Any]:
-    """Ray's C++ puts handlers in place that print a stack trace: a signal waits for ours."""
-
-    def kept(*given: Any, **options: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            return connect(*given, **options)
-        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        try:
-            return connect(*given, **options)
-        finally:
-            for number in numbers:
-                signal.signal(number, signal.getsignal(number))
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    return kept
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Undoes Ray's C++ handlers, which print a stack trace; signals wait for ours meanwhile."""
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.getsignal(number))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _WAKEUPS: list[int] = []  # descriptors that are in force, the innermost last

@@ -132,9 +132,8 @@ class VectorisedEngine:
         else:
             from shufl.simulator.engines.ray_workers import ray_workers
 
-            log_file = folder / "ray.log"
-            about = self.settings, self.load_users(), log_file, stop
-            with ray_workers(*about) as sum_reports:
+            given = self.settings, self.load_users(), folder / "ray.log", stop
+            with ray_workers(*given) as sum_reports:
                 yield sum_reports
 
 
