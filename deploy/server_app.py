@@ -145,7 +145,10 @@ class DeployedEngine:
     nodes = "real"
     repeats_releases = False
 
-    check = staticmethod(check_model_size)
+    @staticmethod
+    def check(config: Config, parameters: int) -> None:
+        """Checks the model's size."""
+        check_model_size(config, parameters)
 
     def __init__(
         self, experiment: Experiment, site: ServerSite, grid: Grid, tell: Callable[[str], None]
