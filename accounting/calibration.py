@@ -233,7 +233,8 @@ class _Pairs:
     def about(self, noise: float, guess: float) -> float:
         """The least blankets with this noise, to a percent or so, by the secant of log ε.
 
-        Where ε is 0, or hardly falls, the secant leads beyond places already known: halves instead.
+        Where the secant leaves the places between which the target lies, their geometric mean is
+        next: so does it where ε is 0.
         """
         before: tuple[float, float] | None = None
         few, enough = 0.0, math.inf

@@ -68,7 +68,7 @@ def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> Pri
 def say_search(plan: OpenPlan) -> None:
     """Logs what is searched for, which may take a minute."""
     if plan.open:
-        what = " and ".join(plan.open)
+        what = " and ".join(plan.open).replace("_", " ")
         _LOG.info("searching for %s within epsilon %g", what, plan.target_epsilon)
 
 

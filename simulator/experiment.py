@@ -214,7 +214,7 @@ def _check_options(config: Config) -> None:
 
 
 def begin_anew(config: Config) -> None:
-    """Forgets an earlier run's data, which may have changed since.
+    """Clears cached data, which may have changed since an earlier run.
 
     Raises:
         ConfigError: a module of the reader's has changed since this process imported it.

@@ -1,7 +1,7 @@
 """`crowd`: the noise that the other users add anyway hides a user's own report.
 
-Two bounds, each for every pair of neighbours in any dimension; those that are larger are asked only
-now and then.
+Two bounds, each for every pair of neighbours in any dimension; the larger is asked only now and
+then.
 
 *Swaps* (`numerics.swap_bound`): user 1's report is taken to have changed places with another's.
 
@@ -18,8 +18,8 @@ between records x and x' of user 1 is at most
 (with m of n users in a round, n - m terms -β(α - 1) and m terms without them, m/n for γ), and the
 first part is largest for the pairs of `shufl.accounting.numerics.worst_pairs`.
 
-A round's divergence does not rise where γ falls, since a server that drops each report with the
-same chance turns a larger γ into a smaller one: so the swap bound at larger γ is a bound, too.
+Dropping each report with the same chance turns a round at a larger γ into one at a smaller γ: so
+the swap bound at a larger γ is a bound, too.
 
 All move a little probability mass into δ; moving more gives a smaller ε. Every choice is a
 bound at every α, and smaller ones are tried as α rises. As H_α does not rise in α, a bound at a
@@ -127,7 +127,7 @@ class Crowd(NamedTuple):
     others: float
 
     def at(self, rate: float) -> "Crowd":
-        """Those of a round with another γ."""
+        """Returns the same users in a round with the check-in rate `rate`."""
         return self._replace(rate=rate, coins=rate, others=(self.users - 1) * rate)
 
     def by_swaps(self, alpha: float, pair: Pair, lost: float) -> float:

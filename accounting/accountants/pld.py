@@ -33,7 +33,7 @@ _POINTS = 100
 class PldAccountant(AmplifiedAccountant):
     """Numerically tight (ε, δ) of the homogeneous pair, and how far below it could still be.
 
-    Source: sections 2 and 5 of docs/theory/gaussian.md. It states no more than `rdp`.
+    Source: sections 2 and 5 of docs/theory/gaussian.md. Its ε is never above that of `rdp`.
 
     Guarantee:
         ε holds for the homogeneous pair only (all other users hold the differing user's record),
@@ -58,7 +58,7 @@ class PldAccountant(AmplifiedAccountant):
         return min(super()._delta(counts, epsilon), self._moments()._delta(counts, epsilon))
 
     def _moments(self) -> CheckInRdpAccountant:
-        """Bounds the same pair, by less after so many rounds that the grid of losses is coarse."""
+        """A bound for the same pair: smaller where rounds are so many that the grid is coarse."""
         return CheckInRdpAccountant(self.neighboring_relation)
 
     def note(self, delta: float) -> str | None:

@@ -141,7 +141,7 @@ def upper_profile(
 def _next_loss(
     losses: list[float], deltas: list[float], noise_multiplier: float, coarseness: float = 1.0
 ) -> float:
-    """log α that fits what a divergence is at those before it, the first of which is α = 1."""
+    """The next log α, chosen from the divergence at those before it; the first is α = 1."""
     unit, excess = 2.5 * deltas[0], math.expm1(losses[-1])
     place = excess / unit
     if place < _EVEN_UNTIL:

@@ -29,7 +29,7 @@ _CASTS: dict[str, tuple[type, str, str, int]] = {
 """What an array becomes, its kinds of numbers, and the largest whole one kept exact."""
 _NUMBERS = re.compile(r"u?int\d+|halffloat|float|double|bool")
 _IDS = re.compile(r"u?int\d+|\w*string\w*|\w*binary\w*|null")  # of null each is missing
-"""Types of columns, as pyarrow names them, of which no value can fail to become Python's."""
+"""Types of columns, as pyarrow names them, every value of which Python can hold."""
 
 _INDEX = re.compile(r"Unnamed: \d+|__index_level_\d+__|\.\.\.\d+")
 """What pandas, arrow and R call an index that has no name when they write or read a file."""
@@ -145,7 +145,7 @@ class RecordFile(Section):
             if not name.strip():
                 raise ConfigError(
                     f"{path.name}: column {names.index(name) + 1} must have a name (a comma at the "
-                    "end of line 1 begins one without), or features must list the others"
+                    "end of line 1 makes one without), or features must list the others"
                 )
             if name != self.user and (at := where(table.column(name).is_null().to_numpy())):
                 raise ConfigError(
@@ -236,7 +236,7 @@ def _refuse_index(path: Path, table: pyarrow.Table, features: tuple[str, ...]) -
         unnamed = _INDEX.fullmatch(name) or (number == 1 and not name)
         if name in features and (name in index or unnamed):
             raise ConfigError(
-                f'{path.name}: column {number}, "{name}", is the index of a table, no feature: '
+                f'{path.name}: column {number}, "{name}", is a table\'s index, not a feature: '
                 "write the file without it, or name features"
             )
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
-import torch
-
 from shufl.simulator.logs import log_handler
 from shufl.simulator.section import ConfigError, one_line
 
@@ -124,8 +122,8 @@ def check_cpus(key: str, asked: float, gpus: int = 0) -> None:
 def nodes_of_ray() -> list[dict[str, float]]:
     """What each node has by resource, of the Ray to which this process is or would be connected.
 
-    One with more than any needs is among them where nodes are added as needed, by an autoscaler, or
-    by Ray's client protocol are not known.
+    With an autoscaler, or by Ray's client protocol, nodes are not known: then it is one that has
+    more than anybody needs.
 
     Raises:
         ConfigError: no Ray answers at RAY_ADDRESS.
@@ -133,6 +131,8 @@ def nodes_of_ray() -> list[dict[str, float]]:
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     server = "" if connected else check_cluster()
     if not (connected or server) and os.environ.get("RAY_ADDRESS", "") in ("", "local"):
+        import torch
+
         return [{"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}]
     from ray._private import services, worker
 
@@ -235,7 +235,7 @@ def running_ray(log_file: Path) -> Iterator[None]:
 
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Undoes Ray's C++ handlers, which print a stack trace; signals wait for ours meanwhile."""
+    """Puts our handlers back after Ray's, which print a stack trace; holds signals until then."""
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

@@ -18,7 +18,7 @@ class _Clock:
 
 
 def imported_at(name: str) -> float:
-    """When a module was imported, in seconds since 1970; that of shufl if it was before that."""
+    """When a module was imported, or shufl if that was later, in seconds since 1970."""
     return _TIMES.get(name, _BEGAN)
 
 

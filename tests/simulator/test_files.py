@@ -287,7 +287,7 @@ def test_the_index_of_a_table_is_no_feature_unless_it_is_named(name, file, tmp_p
     given = RecordFile.checked("it", columns | {"file": str(tmp_path / file)})
     with pytest.raises(ConfigError) as error:
         given.load()
-    line = f'{file}: column 1, "{name}", is the index of a table, no feature: write the file'
+    line = f'{file}: column 1, "{name}", is a table\'s index, not a feature: write the file'
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
     if name:
         named = given.model_copy(update={"features": (name, "age")})

@@ -98,7 +98,8 @@ def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     out = tmp_path / "out"
     given = ["--column", "town", "--categories", "A,B,C", "--other", "--epsilon", "1"]
     done = shufl("histogram", str(column), *given, "--out", str(out), "--consistent")
-    assert (done.returncode, done.stderr) == (0, "")
+    searched = "searching for local epsilon and shuffler blankets within epsilon 1\n"
+    assert (done.returncode, done.stderr) == (0, searched)
     assert "simulated: all that is random follows from the seed\non real" in done.stdout
     assert "a round can be lost, with its ε: have a budget for two" in done.stdout
     with (out / "histogram.csv").open(encoding="utf-8") as file:

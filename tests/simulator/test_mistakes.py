@@ -187,7 +187,7 @@ GOOD = "\n".join(["who,age,ill", *(f"{who},{age},{ill}" for who, age, ill in ROW
         ({"who,": "who ,"}, "records.csv: line 1 must name a column who, got 3 other columns; d"),
         ({"p3,3,1": "p3,3,1.0"}, "records.csv: column ill must be whole numbers, got "),
         ({"who,age,": "who,ill,"}, "records.csv: only one column may be called ill"),
-        ({"p3,3,": f"p3,{SECRET},3,"}, "cannot be read as CSV or Parquet: line 5, of those that "),
+        ({"p3,3,": f"p3,{SECRET},3,"}, "cannot be read as CSV or Parquet: record 4 has 4 fields"),
         ({"p3,": "p\xfc3,"}, "cannot be read as CSV or Parquet: it is empty, damaged, of another "),
         (None, "records.csv cannot be read as CSV or Parquet: No such file or directory"),
     ],

@@ -154,7 +154,7 @@ def test_a_signal_before_a_run_ends_the_command_in_one_line(tmp_path, number, se
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
         if begun is None:
-            assert process.stderr.readline().startswith("searching for noise_multiplier and ")
+            assert process.stderr.readline().startswith("searching for noise multiplier and ")
         else:
             wait_until((tmp_path / begun).exists, LIMIT, "the import to begin")
         process.send_signal(number)
