@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=5, help="runs of one round; 0: none")
     given = parser.parse_args()
+    os.environ["RAY_ADDRESS"] = "local"  # else Flower's would join another Ray of this machine
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     for _ in range(given.repeats):
         for name, command in COMMANDS.items():
