@@ -33,7 +33,7 @@ from shufl.simulator.data.partition import (
     load_partition,
     load_user_records,
 )
-from shufl.simulator.models import build_model
+from shufl.simulator.models import MODELS, build_model
 from shufl.simulator.names import ALGORITHMS, FEATURES, FIXED, TASKS, Scheme
 from shufl.simulator.own_code import code_digest
 from shufl.simulator.section import Carried, ConfigError, find, is_carried, readers_code
@@ -170,6 +170,7 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
             f"got {config.privacy.categories}"
         )
     config = _resolve(config, dataset)
+    find("model", config.model.name, MODELS)  # what is imported may be found only afterwards
     code = "" if is_carried(config.model.name) else code_digest([config.model.name])
     unknown = cast(PrivacyPlan, None)  # nothing before the search asks for it
     experiment = Experiment(config, unknown, halting_round=0, parameters=0, code=code)

@@ -37,7 +37,9 @@ def usual_settings() -> Iterator[None]:
         sys.setrecursionlimit(max(_DEPTH, sys.getrecursionlimit()))
         torch.set_default_dtype(torch.float32)
         if device.type != "cpu":
-            stack.enter_context(torch.device("cpu"))
+            torch.set_default_device(None)
+            if torch.get_default_device().type != "cpu":  # one of a `with` block
+                stack.enter_context(torch.device("cpu"))
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -105,9 +105,9 @@ def build_model(
 
     `code` is the `code_digest` that it must have, if both are known.
     """
+    make = find("model", name, MODELS)
     if code and code_digest([name]) not in ("", code):
         raise ConfigError(f"model {name}: its code has changed since the run began")
-    make = find("model", name, MODELS)
     failure = f"model {name} could not be built for records of shape {form.input_shape}"
     with seeded(seed), readers_code(failure):
         if isinstance(make, nn.Module):

@@ -8,8 +8,11 @@ import hashlib
 import inspect
 import re
 import sys
+import textwrap
+import time
 from collections.abc import Iterable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 from shufl.imports import imported_at
 from shufl.simulator.section import Carried, ConfigError, is_of_others
 
+_AHEAD = 60.0  # seconds: a file from later than that tells the clock of another machine
 _SEEN: dict[str, tuple[ModuleSpec, str]] = {}
 """What this process has imported, by the modules' names. A reload makes another spec."""
 
@@ -31,14 +35,19 @@ def code_digest(names: Iterable[str]) -> str:
         ConfigError: a module has changed since this process imported it.
     """
     texts: dict[str, str] = {}
+    names = list(names)
     left = [name.partition(":")[0] for name in names if not isinstance(name, Carried)]
     for given in (name.value for name in names if isinstance(name, Carried)):
+        if isinstance(given, functools.partial):
+            texts["arguments"] = _without_places(repr((given.args, given.keywords)))
         for part in _parts(given):
-            left.append(part.__module__)
-            if part.__module__ == "__main__":  # of a notebook; a script is changed to resume it
+            if (module := getattr(part, "__module__", None)) == "__main__":
+                # Of a notebook, or of a script, which is itself edited in order to resume.
                 texts[f"__main__.{part.__qualname__}"] = _source(part)
-            elif not isinstance(given, type) and hasattr(given, "modules"):
-                texts["object"] = re.sub(r" at 0x[0-9a-f]+", "", repr(given))
+                continue
+            left.append(module or "")
+            if not isinstance(given, type) and hasattr(given, "modules"):
+                texts["object"] = _without_places(repr(given))
     while left:
         name = left.pop()
         if name in texts or (spec := _spec(name)) is None or not spec.has_location:
@@ -46,12 +55,12 @@ def code_digest(names: Iterable[str]) -> str:
         if is_of_others(path := Path(spec.origin or "")) or not path.is_file():
             continue
         code = path.read_bytes()
-        try:
+        texts[name] = code.hex()
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            # What is compiled has no tree. A mistake is told by whoever imports it.
             tree = ast.parse(code)
-            texts[name] = ast.unparse(tree)
-        except (SyntaxError, ValueError):  # compiled; or whoever imports it will hear of it
-            texts[name] = code.hex()
-        else:
+            with suppress(RecursionError):
+                texts[name] = ast.unparse(tree)
             package = spec.name if spec.submodule_search_locations else spec.parent
             left += [*_imported(tree, package or ""), spec.parent or ""]
         if _has_changed(spec, path, texts[name]):
@@ -68,7 +77,11 @@ def _spec(name: str) -> ModuleSpec | None:
         return getattr(sys.modules[name], "__spec__", None)
     parent, _, last = name.rpartition(".")
     places = getattr(_spec(parent), "submodule_search_locations", None) if parent else None
-    return PathFinder.find_spec(name, places) if last and (places or not parent) else None
+    if not last or (parent and not places):
+        return None
+    finders = (getattr(each, "find_spec", None) for each in sys.meta_path)
+    found = (find(name, places) for find in finders if find is not None)
+    return next((spec for spec in found if spec is not None), None)
 
 
 def _imported(tree: ast.AST, package: str) -> Iterator[str]:
@@ -77,7 +90,10 @@ def _imported(tree: ast.AST, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom) and (package or not node.level):
-            above = resolve_name("." * node.level + (node.module or ""), package)
+            try:
+                above = resolve_name("." * node.level + (node.module or ""), package)
+            except ImportError:  # beyond the top: that of its import, if it comes to that
+                continue
             yield from (above, *(f"{above}.{each.name}" for each in node.names))
 
 
@@ -86,7 +102,7 @@ def _has_changed(spec: ModuleSpec, path: Path, text: str) -> bool:
     if spec.name not in sys.modules:
         return False
     if spec.name not in _SEEN or _SEEN[spec.name][0] is not spec:
-        newer = path.stat().st_mtime > imported_at(spec.name)
+        newer = imported_at(spec.name) < path.stat().st_mtime < time.time() + _AHEAD
         _SEEN[spec.name] = spec, "" if newer else text
     return _SEEN[spec.name][1] != text
 
@@ -105,6 +121,22 @@ def _source(part: Any) -> str:
     kinds = part.__mro__ if isinstance(part, type) else ()
     own = [each for kind in kinds if kind.__module__ == "__main__" for each in vars(kind).values()]
     try:
-        return "".join(map(inspect.getsource, filter(inspect.isfunction, own or [part])))
+        return "".join(map(_written, filter(inspect.isfunction, own or [part])))
     except OSError:
         return ""
+
+
+def _written(function: Any) -> str:
+    """The text of a function without comments and layout; of a lambda its own alone."""
+    text = textwrap.dedent(inspect.getsource(function))
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # a part of a statement
+        return text
+    if function.__name__ == "<lambda>":
+        return " ".join(ast.unparse(e) for e in ast.walk(tree) if isinstance(e, ast.Lambda))
+    return ast.unparse(tree)
+
+
+def _without_places(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

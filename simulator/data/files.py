@@ -231,7 +231,10 @@ def _is_parquet(path: Path) -> bool:
 
 def _refuse_index(path: Path, table: pyarrow.Table, features: tuple[str, ...]) -> None:
     """Refuses features nobody named of which one is the index of a table of pandas, or of R."""
-    index = (table.schema.pandas_metadata or {}).get("index_columns", ())
+    try:
+        index = table.schema.pandas_metadata["index_columns"] or ()
+    except (ValueError, TypeError, KeyError):  # none, or not as pandas writes them
+        index = ()
     for number, name in enumerate(table.column_names, start=1):
         unnamed = _INDEX.fullmatch(name) or (number == 1 and not name)
         if name in features and (name in index or unnamed):

@@ -294,6 +294,13 @@ def test_the_index_of_a_table_is_no_feature_unless_it_is_named(name, file, tmp_p
         assert named.load().input_shape == (2,)
 
 
+@pytest.mark.parametrize("said", [b"{", b"[1]", b'{"index_columns": null}'])
+def test_what_another_program_wrote_as_pandas_own_is_no_index(said, tmp_path):
+    table = pa.table(GIVEN).replace_schema_metadata({"pandas": said})
+    parquet.write_table(table, tmp_path / "f.parquet")
+    assert read(tmp_path / "f.parquet")[2].tolist() == list(range(N))
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"a,b\n1\n1,2,3\n", None])
 def test_a_file_that_cannot_be_read_is_one_line(content, tmp_path):
     path = write(tmp_path)

@@ -1,11 +1,14 @@
 """Code of the reader's: what belongs to it, and that none is used that its file no longer has."""
 
+import functools
 import importlib
+import linecache
 import os
 import sys
 import time
 
 import pytest
+import torch
 
 from shufl.simulator.models import build_model
 from shufl.simulator.own_code import code_digest
@@ -101,3 +104,70 @@ def test_an_objects_code_is_that_of_its_class_or_its_layers(place, monkeypatch):
     for each in (one, another):  # as in a notebook
         each.__module__, each.__qualname__ = "__main__", "net"
     assert of(one) == of(one) != of(another)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try:\n    from ...common import net\nexcept ImportError:\n    pass\n",
+        f"TABLE = {' + '.join(['1'] * 2000)}\n",
+    ],
+    ids=["relative", "deep"],
+)
+def test_what_python_imports_has_a_digest(place, text):
+    (place / "ours/late.py").write_text(text)
+    before = digest()
+    (place / "ours/late.py").write_text(text + "Y = 2\n")
+    assert digest() != before
+
+
+def test_a_file_from_the_future_is_the_one_that_was_imported(place):
+    os.utime(place / "ours/net.py", (time.time() + 3600,) * 2)
+    build_model("ours.net:net", FORM, 0)
+    before = digest()
+    assert digest() == before
+
+
+def test_a_module_that_says_where_others_lie_is_the_same_after_its_import(place):
+    (place / "more").mkdir()
+    (place / "more/ours_elsewhere.py").write_text("X = 3\n")
+    says = f"import sys\nsys.path.append({str(place / 'more')!r})\nimport ours_elsewhere\n"
+    (place / "ours/late.py").write_text(says)
+    build_model("ours.net:net", FORM, 0)
+    importlib.import_module("ours.late")
+    code = digest()
+    for _ in range(2):
+        build_model("ours.net:net", FORM, 0, code=code)
+    del sys.modules["ours_elsewhere"]
+
+
+def cells(text):
+    """A notebook's `net`, of this text, which is where `inspect` looks for it."""
+    name = f"<cell {len(linecache.cache)}>"
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    names = {"__name__": "__main__", "nn": torch.nn}
+    exec(compile(text, name, "exec"), names)
+    return names["net"]
+
+
+@pytest.mark.parametrize(
+    ("text", "alike", "other"),
+    [
+        ("net = lambda shape, k: nn.Linear(3, k)\n", "net = ( lambda shape, k:\n nn.Linear(3,k))\n",
+         "net = lambda shape, k: nn.Linear(3, 2)\n"),
+        ("def net(shape, k):\n    return nn.Linear(3, k)\n",
+         "def net(shape,k):  # the same\n    return nn.Linear( 3, k )\n",
+         "def net(shape, k):\n    return nn.Linear(3, 2)\n"),
+    ],
+    ids=["lambda", "function"],
+)  # fmt: skip
+def test_layout_in_a_notebook_does_not_count_and_code_does(text, alike, other):
+    of = [code_digest([Carried("net", cells(each))]) for each in (text, alike, other)]
+    assert of[0] == of[1] != of[2]
+
+
+def test_whatever_may_be_called_has_a_digest_and_so_have_the_arguments_of_a_partial():
+    assert code_digest([Carried("join", "x".join)]) == code_digest([Carried("join", str.join)])
+    given = [functools.partial(torch.nn.Linear, 3, width) for width in (2, 2, 3)]
+    of = [code_digest([Carried("net", each)]) for each in given]
+    assert of[0] == of[1] != of[2]
