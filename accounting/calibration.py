@@ -233,8 +233,8 @@ class _Pairs:
     def about(self, noise: float, guess: float) -> float:
         """The least blankets with this noise, to a percent or so, by the secant of log ε.
 
-        Where the secant leaves the places between which the target lies, their geometric mean is
-        next: so does it where ε is 0.
+        Where the secant leads out of the bracket, as it does where ε is 0, the bracket's geometric
+        mean is asked next.
         """
         before: tuple[float, float] | None = None
         few, enough = 0.0, math.inf

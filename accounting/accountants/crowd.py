@@ -21,7 +21,7 @@ first part is largest for the pairs of `shufl.accounting.numerics.worst_pairs`.
 Dropping each report with the same chance turns a round at a larger γ into one at a smaller γ: so
 the swap bound at a larger γ is a bound, too.
 
-All move a little probability mass into δ; moving more gives a smaller ε. Every choice is a
+All of them move a little probability mass into δ; moving more gives a smaller ε. Every choice is a
 bound at every α, and smaller ones are tried as α rises. As H_α does not rise in α, a bound at a
 smaller α holds too, and is used where a better one would not help.
 """
@@ -168,7 +168,6 @@ class _Search:
     def __init__(self, crowd: Crowd, pair: Pair, least: float) -> None:
         bounds = [crowd.by_blankets]
         if crowd.terms == crowd.users:  # users report independently of each other
-            # Dropping each report with the same chance, a server makes γ of a larger one.
             larger = (each for each in _LARGER if each * crowd.rate <= 1.0)
             bounds = [
                 crowd.by_swaps,

@@ -98,6 +98,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
         share = target.delta is not None
         blocks = tuple(count_block(count) if share else (count, count) for _, count in lossy)
         events, times = tuple(event for event, _ in lossy), tuple(count for _, count in lossy)
+        # A pair with one direction in all rounds: each direction for itself, and the larger ε.
         one_sided = any(profiles[event].other is not None for event in events)
         answers = []
         for reverse in (False, True) if one_sided else (False,):
