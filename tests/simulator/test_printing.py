@@ -151,7 +151,11 @@ def test_a_signal_before_a_run_ends_the_command_in_one_line(tmp_path, number, se
     (tmp_path / "blocks.py").write_text(_BLOCKS)
     searches = "--set=privacy.accountant=blanket", "--set=privacy.shuffler_blankets=least-error"
     command = shufl_command("run", "quickstart", f"--set={setting}", *searches)
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        # Tests may run in a shell's background, where SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         if begun is None:
             assert process.stderr.readline().startswith("searching for noise multiplier and ")
