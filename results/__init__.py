@@ -1,0 +1,1 @@
+"""One run and its folder: experiment, run, rows, tables, plots, pages."""
