@@ -7,6 +7,9 @@ The names of `__init__.pyi` are imported when they are first used, so that the s
 `shufl.protocol.mechanisms` without the accountants and what they need.
 """
 
+if __name__ != "shufl.accounting":
+    raise ImportError("this folder is a part of the package shufl: import shufl.accounting")
+
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

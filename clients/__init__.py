@@ -8,6 +8,9 @@ The names of `__init__.pyi` are imported when they are first used, so that the d
 (`shufl.clients.relay`) starts without torch.
 """
 
+if __name__ != "shufl.clients":
+    raise ImportError("this folder is a part of the package shufl: import shufl.clients")
+
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

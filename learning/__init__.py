@@ -3,6 +3,9 @@
 The names of `__init__.pyi` are imported when they are first used.
 """
 
+if __name__ != "shufl.learning":
+    raise ImportError("this folder is a part of the package shufl: import shufl.learning")
+
 import os
 import sys
 

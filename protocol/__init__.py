@@ -5,6 +5,9 @@ when they are first used, so that the shuffler can have plans and mechanisms wit
 accountants need.
 """
 
+if __name__ != "shufl.protocol":
+    raise ImportError("this folder is a part of the package shufl: import shufl.protocol")
+
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
