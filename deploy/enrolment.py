@@ -20,8 +20,9 @@ import tomli_w
 from shufl.deploy.acts import LOG_FILE, note
 from shufl.deploy.plan import Deployment
 from shufl.learning.section import ConfigError
+from shufl.protocol.files import write_whole
 from shufl.shuffler.callers import Role, fingerprint_of
-from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from, replace_file
+from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from, was_cut_short
 
 Approve = Callable[[str, str], bool]
 """Given a key's name and SHA-256, says whether its party has read out the same SHA-256."""
@@ -147,7 +148,7 @@ class Enrolment:
             for number, node in self._deployment.numbered.items()
         ]
         text = tomli_w.dumps({"nodes": agreed})
-        replace_file(folder / Path(AGREED_FILE).name, text.encode())
+        write_whole(folder / Path(AGREED_FILE).name, text.encode())
         for node in self._deployment.nodes:
             theirs, ours = self._out / node.name / "keys/flower.pub", folder / f"{node.name}.pub"
             if node.withdrawn:
@@ -160,7 +161,7 @@ class Enrolment:
                 continue
             name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
             if self._approve(name, fingerprint):
-                replace_file(ours, key)
+                write_whole(ours, key)
                 note(self._acts, "told the server of", name=name, key=fingerprint)
                 self.done.signed.append(name)
             else:
@@ -200,7 +201,7 @@ class Enrolment:
             )
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
-        replace_file(certificate, pem)
+        write_whole(certificate, pem)
         signed = read_certificate(certificate)
         self._note(
             "signed",
@@ -222,7 +223,7 @@ class Enrolment:
         """The authority in a folder, made if there is none."""
         folder = self._out / name
         try:
-            if not (folder / "authority.pem").exists():
+            if not (folder / "authority.pem").exists() or was_cut_short(folder / "authority.key"):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 Authority.create().write(folder)
                 note(self._acts, "made", name=name)
@@ -278,7 +279,7 @@ def _put(path: Path, content: bytes) -> None:
         ConfigError: there is another.
     """
     if not path.exists():
-        replace_file(path, content)
+        write_whole(path, content)
     elif path.read_bytes() != content:
         raise ConfigError(
             f"{path} is of another authority than the one here: put that one back, or move the "

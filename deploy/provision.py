@@ -35,11 +35,11 @@ from shufl.deploy.sites import ServerSite
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
 from shufl.learning.section import ConfigError, is_carried
+from shufl.protocol.files import write_whole
 from shufl.protocol.plan import AccountantName
 from shufl.protocol.rounding import rounded_down
 from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role
-from shufl.shuffler.keys import replace_file
 
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
@@ -126,7 +126,7 @@ def provision(
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                replace_file(path, text.encode())
+                write_whole(path, text.encode())
             elif path.read_text(encoding="utf-8") != text:
                 done.kept.append(f"{site.name}/{name}")
         enrolment.sign(site.name, site.requests)

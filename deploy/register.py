@@ -24,8 +24,8 @@ from shufl.deploy.sites import (
     load_site,
 )
 from shufl.learning.section import one_line
+from shufl.protocol.files import write_whole
 from shufl.results.engine import EngineFailed
-from shufl.shuffler.keys import replace_file
 
 
 def register(site_path: Path) -> Iterator[str]:
@@ -56,7 +56,7 @@ def register(site_path: Path) -> Iterator[str]:
 
     def write() -> None:
         told = {number: each._asdict() for number, each in known.items()}
-        replace_file(folder / REGISTERED_FILE, json.dumps(told, indent=1).encode(), 0o600)
+        write_whole(folder / REGISTERED_FILE, json.dumps(told, indent=1).encode(), mode=0o600)
 
     for number, each in list(known.items()):
         if wanted.get(each.name, ("",))[0] == each.key:

@@ -38,6 +38,7 @@ from shufl.learning.configured import check_model_size
 from shufl.learning.data.features import check_digest
 from shufl.learning.section import ConfigError, make_importable, one_line
 from shufl.protocol.console import Console
+from shufl.protocol.files import write_whole
 from shufl.protocol.logs import logs_to
 from shufl.protocol.plan import Times
 from shufl.results.experiment import Experiment, prepare
@@ -51,7 +52,6 @@ from shufl.server import (
     RunEnd,
     ServerSettings,
     TrainingSettings,
-    save_atomically,
 )
 from shufl.shuffler import ShufflerError
 
@@ -115,7 +115,7 @@ def play(folder: Path, site: ServerSite, grid: Grid, attempt: str) -> None:
                 why = _ENDED
             outcome = {"error": why}
         (folder / STOP_FILE).unlink(missing_ok=True)
-        save_atomically(folder / OUTCOME_FILE, json.dumps(outcome | {"attempt": attempt}).encode())
+        write_whole(folder / OUTCOME_FILE, json.dumps(outcome | {"attempt": attempt}).encode())
     if "error" in outcome:  # Flower shows the run as failed
         raise RuntimeError(outcome["error"])
 

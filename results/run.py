@@ -35,6 +35,7 @@ from shufl.learning.section import ConfigError
 from shufl.learning.trained import frozen_digest, load_sent
 from shufl.protocol import GaussianMechanism, RoundRecord
 from shufl.protocol.console import Console
+from shufl.protocol.files import write_whole
 from shufl.protocol.rounding import rounded_down, rounded_up
 from shufl.results.engine import Engine, engine_of
 from shufl.results.experiment import Experiment, prepare
@@ -44,14 +45,7 @@ from shufl.results.progress import RoundProgress
 from shufl.results.report import ENROLLED, print_summary, summarise
 from shufl.results.rows import RunRecorder, check_ledger, note_start, rounds_told
 from shufl.results.tables import epsilon_text
-from shufl.server import (
-    Checkpoint,
-    CheckpointError,
-    RunEnd,
-    TrainingSettings,
-    load_checkpoint,
-    save_atomically,
-)
+from shufl.server import Checkpoint, CheckpointError, RunEnd, TrainingSettings, load_checkpoint
 
 MakeEngine = Callable[[Experiment], Engine]
 OnRound = Callable[[nn.Module], bool]
@@ -203,7 +197,7 @@ class Run:
             result = replace(result, stopped_by="on_round")
         summary = summarise(result, experiment, self.engine, recorder)
         content = to_json(summary, indent=2, inf_nan_mode="null") + b"\n"
-        save_atomically(folder / "summary.json", content)
+        write_whole(folder / "summary.json", content)
         print_summary(console, summary, self.engine, folder)
         plot_score_epsilon(recorder.rows, plan, folder / "score_epsilon.png")
         return result

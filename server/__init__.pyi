@@ -1,7 +1,7 @@
 from .aggregate import Aggregate, Aggregator, MakeAggregator, Mean, aggregate_reports
 from .app import make_server_app
 from .checkpoint import Checkpoint, load_checkpoint
-from .checkpoint_file import CheckpointError, read_checkpoint, save_atomically
+from .checkpoint_file import CheckpointError, read_checkpoint
 from .rounds import RoundLoop
 from .settings import (
     MOST_IN_VAIN,
@@ -36,5 +36,4 @@ __all__ = [
     "load_checkpoint",
     "make_server_app",
     "read_checkpoint",
-    "save_atomically",
 ]

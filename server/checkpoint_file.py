@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from pathlib import Path
+
+from shufl.protocol.files import write_whole
 
 _HEADER = re.compile(rb"shufl checkpoint of round (\d{1,18}), SHA-256 [0-9a-f]{64}\n")
 
@@ -15,12 +16,12 @@ class CheckpointError(RuntimeError):
 
 
 def write_checkpoint(path: Path, round: int, content: bytes | memoryview) -> None:
-    """Writes a checkpoint, atomically.
+    """Writes a checkpoint.
 
     Raises:
         OSError: for example a full disk; what was at `path` is still there.
     """
-    save_atomically(path, _header(round, content), content)
+    write_whole(path, _header(round, content), content)
 
 
 def read_checkpoint(path: Path) -> tuple[int, memoryview]:
@@ -42,25 +43,6 @@ def read_checkpoint(path: Path) -> tuple[int, memoryview]:
     if _header(round, content) != header[0]:
         raise CheckpointError(f"checkpoint {path} is damaged: its digest does not match")
     return round, content
-
-
-def save_atomically(path: Path, *parts: bytes | memoryview) -> None:
-    """Writes to a temporary file, which is synced and renamed into place.
-
-    Raises:
-        OSError: for example a full disk; what was at `path` is still there.
-    """
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _header(round: int, content: bytes | memoryview) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from shufl.protocol import shuffler_of
+from shufl.protocol.files import write_whole
 from shufl.protocol.outcomes import NODES_FILE, AgreedNode
 from shufl.protocol.plan import Mixing
 from shufl.server.broadcast import Exchange, greet, pause_after
@@ -218,9 +219,8 @@ class Fleet:
         for node in sorted(strange):
             about = {"name": self.name_of(node), "number": None, "flower": node, "users": None}
             told.append(about | {"heard": None, "trouble": self._why(node)})
-        new = self.settings.folder / f"{NODES_FILE}.new"
-        new.write_text(json.dumps(told, indent=1), encoding="utf-8")
-        new.replace(new.with_name(NODES_FILE))
+        content = json.dumps(told, indent=1).encode()
+        write_whole(self.settings.folder / NODES_FILE, content, durable=False)
 
     def with_enough(self, present: list[int]) -> list[int]:
         """The shufflers to which enough of these nodes' users report for a release."""

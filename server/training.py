@@ -18,10 +18,10 @@ from torch import nn
 from shufl.accounting import PrivacyBudget
 from shufl.learning.evaluation import evaluate
 from shufl.learning.trained import dimension, load_sent, sent
+from shufl.protocol.files import write_whole
 from shufl.protocol.outcomes import RoundOutcome, RoundRecord, StoppedBy
 from shufl.server.aggregate import Aggregate
 from shufl.server.checkpoint import Checkpoint, tensor_bytes
-from shufl.server.checkpoint_file import save_atomically
 from shufl.server.settings import RoundFailed, RunEnd, TrainingSettings
 from shufl.shuffler import model_digest
 
@@ -101,7 +101,7 @@ class Training:
         """
         self._save()  # first: the model may fail
         final = self._evaluate()
-        save_atomically(self.settings.folder / "model.pt", tensor_bytes(sent(self.result)))
+        write_whole(self.settings.folder / "model.pt", tensor_bytes(sent(self.result)))
         rounds = self.settings.ledger.last_round
         return RunEnd(rounds, self._stopped_by, self._budget.epsilon, final)
 

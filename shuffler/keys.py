@@ -13,7 +13,6 @@ it belongs to neither the server nor the shuffler's machine. See docs/threat-mod
 from __future__ import annotations
 
 import datetime
-import errno
 import hashlib
 import ipaddress
 import os
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from shufl.protocol.files import unfinished, whole_file, write_whole
 from shufl.shuffler.callers import NAME, Role, fingerprint_of, uri_of
 
 MAX_DAYS = 36_500
@@ -105,10 +105,11 @@ class Credentials:
         Raises:
             FileExistsError: if NAME has been issued already.
         """
-        write_new(directory / f"{name}.key", self.private_key, _SECRET)
-        (directory / f"{name}.pem").write_bytes(self.certificate)
+        key = directory / f"{name}.key"
+        write_whole(key, self.private_key, mode=_SECRET, must_be_new=True)
+        write_whole(directory / f"{name}.pem", self.certificate)
         if not (directory / "authority.pem").exists():
-            (directory / "authority.pem").write_bytes(self.authority)
+            write_whole(directory / "authority.pem", self.authority)
 
 
 AnyCredentials = Credentials | Callable[[], Credentials]
@@ -149,7 +150,6 @@ class Authority:
             FileExistsError: if there is an authority in the directory.
         """
         key, certificate = directory / "authority.key", directory / "authority.pem"
-        _must_be_new(certificate)  # also where the key has been moved elsewhere
         _write_both(key, _key_pem(self._key), certificate, self.certificate)
 
     @property
@@ -258,7 +258,7 @@ class Request:
             OSError: if a file cannot be read or written.
         """
         request = cls._of(name, _read_key(directory / f"{name}.key"))
-        replace_file(directory / f"{name}.csr", request.pem)
+        write_whole(directory / f"{name}.csr", request.pem)
         return request
 
     @classmethod
@@ -314,10 +314,9 @@ class Request:
             raise ValueError(
                 f"{directory} is the authority's: a party makes its key on its own machine"
             )
-        request = directory / f"{self.name}.csr"
-        _must_be_new(request)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_both(directory / f"{self.name}.key", self.private_key, request, self.pem)
+        key, request = (directory / f"{self.name}.{end}" for end in ("key", "csr"))
+        _write_both(key, self.private_key, request, self.pem)
 
 
 def make_flower_key(keys: Path) -> None:
@@ -387,38 +386,26 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def write_new(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Writes a file that must not have been there; leaves none if it cannot be written whole."""
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-    except OSError as error:
-        path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Writes a file whole, in place of the one that may be there."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    write_new(new, content, mode)
-    new.replace(path)
+def was_cut_short(key: Path) -> bool:
+    """Whether a process was killed before it gave this key, which nobody has had, its name."""
+    return unfinished(key).exists() and not key.exists()
 
 
 def _write_both(key: Path, secret: bytes, other: Path, public: bytes) -> None:
-    """Writes a key and what belongs to it, or neither."""
-    write_new(key, secret, _SECRET)
-    try:
-        write_new(other, public)
-    except OSError:
-        key.unlink()
-        raise
+    """Writes a key and what belongs to it, or neither.
 
+    The key gets its name last, and so shows that both are there. If a process is killed before, the
+    next call makes both anew.
 
-def _must_be_new(path: Path) -> None:
-    if path.exists():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    Raises:
+        FileExistsError: one of them is there, the other one perhaps having been moved elsewhere.
+    """
+    new = not was_cut_short(key)
+    with whole_file(key, _SECRET, must_be_new=True) as file:
+        file.write(secret)
+        file.flush()
+        os.fsync(file.fileno())  # no error of the disk comes after the other file is there
+        write_whole(other, public, must_be_new=new)
 
 
 def _builder(

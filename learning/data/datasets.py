@@ -24,6 +24,7 @@ from shufl.learning.data.users import number_users, where
 from shufl.learning.names import DATASETS
 from shufl.learning.section import Carried, ConfigError, find, is_carried, one_line, readers_code
 from shufl.learning.tasks import PADDING, Form, Task
+from shufl.protocol.files import whole_file
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,9 +207,8 @@ def copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
         if target.exists() and target.stat().st_size == archive.stat().st_size:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.{os.getpid()}")
-        shutil.copyfile(archive, temporary)
-        temporary.replace(target)
+        with archive.open("rb") as source, whole_file(target, durable=False, shared=True) as copy:
+            shutil.copyfileobj(source, copy)
 
 
 def remove_cut_short(folder: Path, pattern: str) -> None:

@@ -9,7 +9,6 @@ nothing that was estimated from users' data.
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +31,7 @@ from shufl.learning.data.scattering import COEFFICIENTS, scattering
 from shufl.learning.data.whitening import dead_leaves, whitened, whitening
 from shufl.learning.names import DATASETS, FEATURES
 from shufl.learning.section import ConfigError, find, one_line, readers_code
+from shufl.protocol.files import whole_file
 
 Tensors = dict[str, Any]  # a dataset's, by name
 
@@ -189,18 +189,13 @@ def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
     """Computes the features and writes them to a file, which is whole as soon as it is there."""
     shape = _shape_of_one(dataset, name)
     size = 4 * shape.numel() * (len(dataset.train_labels) + len(dataset.test_labels))
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(path.parent).free) < size:
             raise OSError(f"{free / 1e9:.2g} GB are free")
         tensors = _compute(dataset, name, shape)
-        try:
-            with temporary.open("wb") as file:
-                save_tensors(tensors, file)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(path, durable=False, shared=True) as file:
+            save_tensors(tensors, file)
         return torch.load(path, mmap=True, weights_only=True)
     except OSError as error:
         raise ConfigError(

@@ -20,6 +20,7 @@ from shufl.learning.isolation import usual_settings
 from shufl.learning.own_code import code_digest
 from shufl.learning.section import find, readers_code
 from shufl.protocol.console import Console
+from shufl.protocol.files import write_whole
 from shufl.protocol.plan import CheckInRate
 from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
 from shufl.results.engine import engine_of
@@ -116,10 +117,8 @@ def _by_another(point: Point) -> dict[str, Any]:
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
     """Writes a point's `result.json`, which `read_result` gives back."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{_RESULT}.tmp"
     result = _of_point(point) | came_to
-    unfinished.write_bytes(to_json(result, indent=2, inf_nan_mode="null") + b"\n")
-    unfinished.replace(folder / _RESULT)
+    write_whole(folder / _RESULT, to_json(result, indent=2, inf_nan_mode="null") + b"\n")
 
 
 def _of_point(point: Point) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from shufl.learning.config import flat
 from shufl.learning.data.files import RecordFile
 from shufl.learning.section import one_line
+from shufl.protocol.files import write_whole
 from shufl.simulator.grid.points import checked_result, read_result, write_result
 from shufl.simulator.grid.settings import Point
 
@@ -45,12 +47,11 @@ def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> N
         for point, result in results
     ]
     heads = dict.fromkeys([*_POINT, *_NUMBERS, *_WORDS, _VERSIONS, *itertools.chain(*rows)])
-    unfinished = path.with_name(f"{path.name}.tmp")
-    with unfinished.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(heads))
-        writer.writeheader()
-        writer.writerows(rows)
-    unfinished.replace(path)
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(heads))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, table.getvalue().encode())
 
 
 def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:

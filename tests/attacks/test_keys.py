@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from typer.testing import CliRunner
 
 from shufl.cli.shuffler import keys_app
+from shufl.deploy.plan import Deployment
+from shufl.deploy.provision import provision
 from shufl.shuffler import Credentials
 from shufl.shuffler.callers import Caller, Role, caller_of
-from shufl.shuffler.keys import Request
+from shufl.shuffler.keys import Authority, Request
 from tiny_disk import fill, tiny_disk_at
 
 
@@ -49,6 +54,60 @@ def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_key(tmp_path: Path):
         assert line == f"error: {disk / 'authority.pem'}: No space left on device"
         filler.unlink()
         assert keys("authority", disk).exit_code == 0
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from shufl.cli.shuffler import keys_app
+
+replace = Path.replace
+
+
+def killed(path, target):
+    if Path(target).suffix == sys.argv[1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return replace(path, target)
+
+
+Path.replace = killed
+keys_app(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "key"),
+    [
+        (("authority",), "authority.pem", "authority.key"),
+        (("request", "--name=phone-7"), "phone-7.csr", "phone-7.key"),
+        (("flower",), "flower.pub", "flower.key"),
+    ],
+)
+def test_a_command_that_is_killed_between_its_files_can_be_repeated(
+    tmp_path: Path, command: tuple[str, ...], first: str, key: str
+):
+    """The key has no name before the other file is there, so nobody can have used it."""
+    for at in (first, key):
+        killed = [sys.executable, "-c", _KILLED, Path(at).suffix, *command, tmp_path]
+        assert subprocess.run(killed).returncode == -signal.SIGKILL
+        assert (tmp_path / first).exists() == (at == key) and not (tmp_path / key).exists()
+    before = (tmp_path / first).read_bytes()
+    assert keys(*command, tmp_path).exit_code == 0
+    assert (tmp_path / first).read_bytes() != before
+    assert {each.name for each in tmp_path.iterdir()} == {first, key}
+    assert (tmp_path / key).stat().st_mode & 0o777 == 0o600
+    if command == ("authority",):
+        Authority.read(tmp_path)
+    assert "exists already" in refusal(tmp_path, *command, tmp_path)
+
+
+def test_an_authority_that_was_cut_short_is_made_anew_by_provision(tmp_path: Path):
+    example = Path(__file__).parents[2] / "deploy/example"
+    killed = [sys.executable, "-c", _KILLED, ".key", "authority", tmp_path / "authority"]
+    assert subprocess.run(killed).returncode == -signal.SIGKILL
+    asked = Deployment.read(example / "deployment.toml")
+    provision(asked, example, tmp_path, lambda name, key: True)
+    Authority.read(tmp_path / "authority")
 
 
 NODE = ("--role=node", "--users=1")

@@ -35,6 +35,7 @@ from shuffler_world import (
     scrape,
 )
 from shufl.cli.shuffler import keys_app
+from shufl.protocol.files import write_whole
 from shufl.shuffler import (
     ControlClient,
     Credentials,
@@ -48,7 +49,7 @@ from shufl.shuffler import (
     sealed_length,
 )
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
-from shufl.shuffler.keys import Authority, Request, replace_file
+from shufl.shuffler.keys import Authority, Request
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.stub import Stub
 
@@ -537,7 +538,7 @@ def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
 
         def renew(name: str, role: Role, **options: Any) -> bytes:
             request = Request.renew(tmp_path, name)
-            replace_file(tmp_path / f"{name}.pem", AUTHORITY.sign(request, role, **options))
+            write_whole(tmp_path / f"{name}.pem", AUTHORITY.sign(request, role, **options))
             return (tmp_path / f"{name}.pem").read_bytes()
 
         def shown() -> bytes:
@@ -572,7 +573,7 @@ def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
             (tmp_path / "shuffler.pem").write_bytes(theirs[:100])
             hang_up("certificate not read, the one before stays: ")
             assert shown() == x509.load_pem_x509_certificate(theirs).fingerprint(hashes.SHA256())
-            replace_file(tmp_path / "a-node.pem", renewed)
+            write_whole(tmp_path / "a-node.pem", renewed)
             assert submit(3) == [Verdict.ACCEPTED]
             with pytest.raises(ShufflerRefused), IntakeClient(address, before) as old:
                 list(old.submit(header, [(4, bytes(LENGTH))]))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shufl.cli import options
+from shufl.protocol.files import write_whole
 from shufl.shuffler.callers import Role, fingerprint_of
 from shufl.shuffler.keys import (
     Authority,
@@ -16,7 +17,6 @@ from shufl.shuffler.keys import (
     check_days,
     make_flower_key,
     read_certificate,
-    write_new,
 )
 
 
@@ -132,7 +132,7 @@ def sign_command(
             asked, role, hosts=host or (), users=users, shuffler=shuffler, days=days
         )
         path = directory / f"{asked.name}.pem"
-        write_new(path, certificate)
+        write_whole(path, certificate, must_be_new=True)
         typer.echo(str(path))
         typer.echo(f"key {asked.fingerprint}: the party must have been shown the same")
         fingerprint = fingerprint_of(read_certificate(path))

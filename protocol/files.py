@@ -1,0 +1,72 @@
+"""Writing a file whole: it has all of its new content, or nothing of it was written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def unfinished(path: Path) -> Path:
+    """The file beside `path` that holds the new content until it is whole."""
+    return path.with_name(f".{path.name}.new")
+
+
+@contextlib.contextmanager
+def whole_file(
+    path: Path,
+    mode: int = 0o644,
+    *,
+    must_be_new: bool = False,
+    durable: bool = True,
+    shared: bool = False,
+) -> Iterator[BinaryIO]:
+    """Opens a file to be written, which gets its name when the block ends.
+
+    If the block fails, the file that was there before is still there.
+
+    Args:
+        path: of the file.
+        mode: of the new file; the umask is taken off.
+        must_be_new: whether to refuse if there is such a file.
+        durable: whether the content is on disk before the file gets its name.
+        shared: whether other processes may write the same file meanwhile.
+
+    Raises:
+        FileExistsError: there is such a file, which `must_be_new` refuses.
+        OSError: the file cannot be written, for example because the disk is full.
+    """
+    if must_be_new and os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    new = unfinished(path.with_name(f"{path.name}.{os.getpid()}") if shared else path)
+    try:
+        new.unlink(missing_ok=True)  # what a killed process has left; the mode is set anew
+        descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(descriptor)
+        new.replace(path)
+    except OSError as error:
+        if error.filename not in (None, new, str(new)):  # of another file
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink()
+
+
+def write_whole(
+    path: Path,
+    *parts: bytes | memoryview,
+    mode: int = 0o644,
+    must_be_new: bool = False,
+    durable: bool = True,
+) -> None:
+    """Writes the parts, one after the other, as a file; see `whole_file`."""
+    with whole_file(path, mode, must_be_new=must_be_new, durable=durable) as file:
+        file.writelines(parts)
