@@ -33,7 +33,8 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from shufl.accounting import Ledger
-from shufl.clients import Announcement, ClientSettings, Node
+from shufl.accounting.outcomes import RoundOutcome
+from shufl.clients import Announcement, ClientSettings, Node, Simulated
 from shufl.learning import UserRecords, user_updates
 from shufl.learning.config import load
 from shufl.protocol.console import Console
@@ -163,28 +164,34 @@ def run_case(config: str, overrides: list[str], case: Case) -> tuple[Case, float
         tempfile.TemporaryDirectory() as name,
         ShufflerProcess(simulation_seed=case.seed) as shuffler,
     ):
-        folder = Path(name)
+        folder, run_id = Path(name), f"poisoning-{uuid.uuid4()}"
         settings = ClientSettings(
-            run_id=f"poisoning-{uuid.uuid4()}",
+            policy=Simulated(
+                run_id=run_id,
+                seed=experiment.seed,
+                halting_round=experiment.halting_round,
+                ledger=lambda node: None,
+                together=True,
+            ),
             plan=plan,
             make_model=experiment.make_model,
             load_users=functools.partial(_load_users, experiment, case, attackers),
             training=experiment.local_training,
             shufflers=((shuffler.address, shuffler.submit),),
-            seed=experiment.seed,
+            sealing="x25519",
         )
         node = PoisoningNode(settings, case, attackers)
         with (
-            Ledger.create(folder / "ledger.jsonl", plan, settings.run_id) as ledger,
+            Ledger.create(folder / "ledger.jsonl", plan, run_id) as ledger,
             ControlClient(shuffler.address, shuffler.control) as control,
         ):
             training = Training(_training_settings(experiment, ledger, folder))
             kind = AGGREGATORS[case.aggregator]
             length = sealed_length(report_length(experiment.parameters))
-            control.create_run(settings.run_id, plan.to_json().encode(), length)
+            control.create_run(run_id, plan.to_json().encode(), length)
             for each in training.rounds():
                 model = training.begin(each)
-                played = _play(experiment, kind, node, control, each, model)
+                played = _play(experiment, kind, node, control, run_id, each, model)
                 record = training.end(each, played)
                 counts.append((record.reports, record.rejected))
             result = training.finish()
@@ -230,26 +237,26 @@ def _play(
     make_aggregator: MakeAggregator,
     node: Node,
     control: ControlClient,
+    run_id: str,
     round: int,
     model: nn.Module,
 ) -> PlayedRound:
     """One round, all users on one node."""
     plan, users = experiment.plan, np.arange(experiment.plan.users)
     state, (private_key, public_key) = model.state_dict(), generate_key_pair()
-    header = RoundHeader(
-        node.settings.run_id, round, model_digest(state), plan.digest(), key_digest(public_key)
-    )
+    header = RoundHeader(run_id, round, model_digest(state), plan.digest(), key_digest(public_key))
     nonce = control.open_round(header.run_id, round, header.model_digest, public_key)
     announced = Announcement(header.run_id, round, header.plan_digest, public_key, 600.0)
     node.take_part(users, node.prepare(announced, ArrayRecord(state)))
     if control.close_round(header.run_id, round).outcome is not Outcome.RELEASABLE:
-        return PlayedRound("below-minimum", None, len(users), 0)
+        return PlayedRound(RoundOutcome.BELOW_MINIMUM, None, len(users), 0)
     aggregator = make_aggregator(plan, experiment.parameters)
     batch = dataclasses.replace(header, nonce=nonce), control.release(header.run_id, round)
-    about = private_key, plan, experiment.parameters
-    aggregate = aggregate_reports([batch], *about, aggregator, len(users))
+    aggregate = aggregate_reports(
+        batch, private_key, plan, experiment.parameters, aggregator, len(users)
+    )
     control.end_round(header.run_id, round)
-    return PlayedRound("released", aggregate, len(users), len(users))
+    return PlayedRound(RoundOutcome.RELEASED, aggregate, len(users), len(users))
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ from flwr.common.serde import recorddict_to_proto
 from scipy import stats
 
 from shufl.accounting import PrivacyPlan
-from shufl.clients import ClientSettings, device_node, load_device, serve_device, worker
+from shufl.clients import ClientSettings, Deployed, device_node, load_device, serve_device, worker
 from shufl.clients.worker import Worker
 from shufl.learning import LocalTraining, UserRecords
 from shufl.learning.models import build_model
@@ -85,15 +85,13 @@ def serve(
     limits = 'ledger = "device.db"\nmost_epsilon = 1e9\ndelta = 1e-5\naccountant = "local"\n'
     (folder / "device.toml").write_text(limits)
     settings = ClientSettings(
-        run_id=None,
+        policy=Deployed(number=0, users=1, device=load_device(folder / "device.toml")),
         plan=plan,
         make_model=make_model,
         load_users=load_users,
         training=LocalTraining(),
         shufflers=((address, own),),
-        seed=None,
-        ledger=lambda number: load_device(folder / "device.toml"),
-        users=1,
+        sealing="x25519",
     )
     made: list[Worker] = []
 

@@ -1,17 +1,21 @@
 from .app import make_client_app
-from .device import DeviceLedger, DeviceLimits, RoundRefused, load_device
+from .device import DeviceLedger, DeviceLimits, RoundRefused, SimulatedLedger, load_device
 from .device_process import serve_device
 from .node import Announcement, Node, ReportFailed
+from .policy import Deployed, Simulated
 from .settings import ClientSettings
 
 __all__ = [
     "Announcement",
     "ClientSettings",
+    "Deployed",
     "DeviceLedger",
     "DeviceLimits",
     "Node",
     "ReportFailed",
     "RoundRefused",
+    "Simulated",
+    "SimulatedLedger",
     "load_device",
     "make_client_app",
     "serve_device",

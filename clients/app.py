@@ -91,8 +91,9 @@ def _acknowledgement(content: dict[str, Any]) -> RecordDict:
 
 
 def _node(settings: ClientSettings) -> Node:
-    if settings.run_id not in _nodes:
+    run_id = settings.policy.run_id
+    if run_id not in _nodes:
         while _nodes:
             _nodes.popitem()[1].close()
-        _nodes[settings.run_id] = Node(settings)
-    return _nodes[settings.run_id]
+        _nodes[run_id] = Node(settings)
+    return _nodes[run_id]

@@ -198,39 +198,34 @@ class RunOffered:
     last_round: int = 0
     latest: str = ""
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """How many rounds, in all and so far, and the last."""
-        return self.allotted, self.offered, self.last_round
-
     def checksum(self, plan: str) -> str:
         """SHA-256 of what the ledger counts on, hexadecimal, with the plan as it is written."""
-        about = (self.number, self.run_id, plan, *self.counts)
+        about = self.number, self.run_id, plan, self.allotted, self.offered, self.last_round
         return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
-class DeviceLedger:
-    """The ledger in one file, which several processes may use."""
+class SimulatedLedger:
+    """The ledger of a simulated device, in one file, which several processes may use.
 
-    def __init__(self, path: Path, limits: DeviceLimits | None = None, create: bool = True):
-        """Opens the file, or makes it.
+    It forgets no round while the machine runs. Nobody limits it, and nothing waits for the disk.
+    """
 
-        The file's directory exists. Without limits, in simulation only, nothing waits for the disk.
-        `create` says whether a file that is missing is made. It is made once: a second file,
-        `.begun`, then says so, since a lost ledger that began again would forget what it charged.
+    _is_owned = False
+
+    def __init__(self, path: Path, create: bool = True):
+        """Opens the file, whose directory exists; `create` says whether a missing one is made.
 
         Raises:
             ValueError: the file cannot be used, or is lost, or is not a device's ledger.
         """
         self.path = path
-        self.limits = limits
         begun = _begun(path)
         try:
             if create and not begun.exists():
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
                 with self._rows("rw") as rows:
                     rows.executescript(_SCHEMA)
-                if limits is not None:
+                if self._is_owned:
                     begun.touch(0o600)
             if begun.exists() and (not path.exists() or not path.stat().st_size):
                 raise ValueError(
@@ -277,9 +272,9 @@ class DeviceLedger:
             text = plan.to_json()
             rows.execute(
                 "INSERT OR REPLACE INTO runs"
-                "(number, run_id, plan, allotted, offered, last_round, checksum)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (run.number, run.run_id, text, *run.counts, run.checksum(text)),
+                "(number, run_id, plan, allotted, offered, last_round, checksum) VALUES"
+                " (:number, :run_id, :plan, :allotted, :offered, :last_round, :checksum)",
+                vars(run) | {"plan": text, "checksum": run.checksum(text)},
             )
             rows.execute(
                 "INSERT INTO rounds VALUES (?, ?, ?)", (run.run_id, header.round, header.commitment)
@@ -303,14 +298,15 @@ class DeviceLedger:
             RoundRefused: it has another plan, or the owner's limits do not allow it.
         """
         known = {run.run_id: run for run in runs}
-        run = known.get(run_id) or RunOffered(len(runs) + 1, run_id, plan, rounds)
+        new = RunOffered(len(runs) + 1, run_id, plan, rounds)
+        run = known.setdefault(run_id, new)
         if run.plan != plan:
             raise RoundRefused(f"run {run_id} was offered under another plan")
-        if self.limits is not None:
-            self.limits.check(plan)
-            new = run_id not in known
-            self.limits.check_runs([*runs, run] if new else runs, new)
+        self._ask_owner(plan, list(known.values()), new=run is new)
         return run
+
+    def _ask_owner(self, plan: PrivacyPlan, runs: list[RunOffered], new: bool) -> None:
+        """Refuses a plan, or these runs with one that may be new: nobody does in a simulation."""
 
     def offered(self) -> list[RunOffered]:
         """What every run has offered, the first run first.
@@ -360,11 +356,30 @@ class DeviceLedger:
                     isolation_level=None,
                 )
             ) as connection:
-                level = "OFF" if self.limits is None else "EXTRA"
+                level = "EXTRA" if self._is_owned else "OFF"
                 connection.execute(f"PRAGMA synchronous = {level}")
                 yield connection
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise ValueError(f"the device's ledger {self.path} cannot be used: {error}") from None
+
+
+class DeviceLedger(SimulatedLedger):
+    """The ledger of a real device: rounds are on disk before a coin, and its owner limits them.
+
+    Its file is made once: a second file, `.begun`, then says so, since a lost ledger that began
+    again would forget what it charged.
+    """
+
+    _is_owned = True
+
+    def __init__(self, path: Path, limits: DeviceLimits, create: bool = True):
+        """Opens the file under an owner's limits, as `SimulatedLedger` does."""
+        self.limits = limits
+        super().__init__(path, create)
+
+    def _ask_owner(self, plan: PrivacyPlan, runs: list[RunOffered], new: bool) -> None:
+        self.limits.check(plan)
+        self.limits.check_runs(runs, new)
 
 
 def _checksum_of_key(run_id: str, key: bytes) -> str:
@@ -394,7 +409,8 @@ def load_device(path: Path, create: bool = True) -> DeviceLedger:
     Raises:
         ValueError: one line that says what is wrong.
     """
-    return DeviceLedger(*read_device(path), create)
+    ledger, limits = read_device(path)
+    return DeviceLedger(ledger, limits, create)
 
 
 def read_device(path: Path) -> tuple[Path, DeviceLimits]:
@@ -428,15 +444,14 @@ def _read(rows: sqlite3.Connection) -> list[RunOffered]:
         "SELECT number, run_id, plan, allotted, offered, last_round, latest, checksum FROM runs"
         " ORDER BY number"
     ).fetchall()
-    runs = []
-    for expected, (number, run_id, text, *told, checksum) in enumerate(found, 1):
-        allotted, offered, last_round, latest = told
+    runs: list[RunOffered] = []
+    for number, run_id, text, allotted, offered, last_round, latest, checksum in found:
         # It was priced when it was offered: to do so again would import the accountants.
         plan = PrivacyPlan.model_construct(**dict(Plan.from_json(text)))
         run = RunOffered(number, run_id, plan, allotted, offered, last_round, latest)
-        if number != expected or run.checksum(text) != checksum:
-            sound = f"what is said of run {expected} is not what was written"
         runs.append(run)
+        if number != len(runs) or run.checksum(text) != checksum:
+            sound = f"what is said of run {len(runs)} is not what was written"
     if sound != "ok":
         raise ValueError(f"the device's ledger is damaged: {sound}")
     return runs

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shufl.clients.device import RoundRefused
+from shufl.clients.device import DeviceLedger, RoundRefused
 from shufl.clients.node import Node, PreparedRound
+from shufl.clients.policy import Deployed
 from shufl.clients.settings import ClientSettings
 from shufl.clients.worker import DONE, FAILED, Worker
 from shufl.protocol.mechanisms import Randomness
@@ -45,12 +46,12 @@ class DeviceNode(Node):
     coin. Whatever goes wrong after a round was agreed to is in this node's log alone.
 
     Args:
-        settings: with a plan that has a window.
+        settings: of a deployed node, with a plan that has cover and a window.
         randomness, clock: for tests.
 
     Raises:
-        ValueError: the work does not fit into the window, or cannot be done; names a user with
-            whose records it cannot.
+        ValueError: the settings are others, the work does not fit into the window, or it cannot be
+            done; names a user with whose records it cannot.
     """
 
     def __init__(
@@ -59,20 +60,23 @@ class DeviceNode(Node):
         randomness: Randomness | None = None,
         clock: Clock | None = None,
     ):
+        policy, plan, window = settings.policy, settings.plan, settings.plan.window
+        if not (isinstance(policy, Deployed) and isinstance(policy.device, DeviceLedger)):
+            raise ValueError("a deployed node needs a ledger with the limits of the device's owner")
+        if window is None or not plan.cover:
+            raise ValueError("a deployed node needs a plan with cover and a window")
         super().__init__(settings, randomness)
-        window, users = settings.plan.window, settings.users
-        assert window is not None and users is not None
-        settings.plan.check_dimension(self._work.dimension, users)  # whoever has made the settings
-        if settings.plan.mixing == "sum":
+        plan.check_dimension(self._work.dimension, policy.users)  # whoever has made the settings
+        if plan.mixing == "sum":
             self._check_signer()
-        self.window, self.clock = window, clock or Clock()
+        self.policy, self.window, self.clock = policy, window, clock or Clock()
         self.round: PreparedRound | None = None
         self._playing: threading.Thread | None = None
         self._over, self._beginning = threading.Event(), threading.Lock()
         self._worker = Worker(
             settings.make_model,
             settings.training,
-            users,
+            policy.users,
             window.most_records,
             self._records(0),
         )
@@ -84,13 +88,10 @@ class DeviceNode(Node):
             self._worker.close()
             raise
         del self._records
-        log.info("%d users, at most %d rounds of this plan", users, self._last_round)
+        log.info("%d users, at most %d rounds of this plan", policy.users, self._last_round)
         if more:
-            log.warning(
-                "%d of %d users have more than %d records (data.most_records): their first %d are "
-                "used",
-                *(more, users, window.most_records, window.most_records),
-            )
+            told = "%d of %d users have more than the %d records (data.most_records) that are used"
+            log.warning(told, more, policy.users, window.most_records)
 
     def _check_signer(self) -> None:
         """Refuses a key or a certificate with which no seed can be signed."""
@@ -142,10 +143,8 @@ class DeviceNode(Node):
             try:
                 failed = self._worker.compute(round.parameters, seeds, left, over)
                 for user, why in [*failed.items()][:1]:  # one line, however many there are
-                    log.warning(
-                        "%d of the updates cannot be computed, and count as zero; user %d: %s",
-                        *(len(failed), user, why),
-                    )
+                    told = "%d of the updates cannot be computed, and count as zero; user %d: %s"
+                    log.warning(told, len(failed), user, why)
             except Exception:  # whoever's update is not done reports noise alone
                 log.exception("round %d: not all updates are computed", number)
             first = opened + self.window.send_after
@@ -159,12 +158,10 @@ class DeviceNode(Node):
             log.exception("round %d: not all reports were submitted", number)
         if verdicts["WRONG_LENGTH"]:
             log.warning("round %d: node and server must have the same version of shufl", number)
-        states = self._worker.states
-        log.info(
-            "round %d: of %d users %d updates are done and %d failed; reports: %s",
-            *(number, len(users), (states == DONE).sum(), (states == FAILED).sum()),
-            ", ".join(f"{count} {name}" for name, count in verdicts.items()) or "none",
-        )
+        done, failures = ((self._worker.states == each).sum() for each in (DONE, FAILED))
+        answers = ", ".join(f"{count} {name}" for name, count in verdicts.items()) or "none"
+        told = "round %d: of %d users %d updates are done and %d failed; reports: %s"
+        log.info(told, number, len(users), done, failures, answers)
 
     def _reports_in_time(
         self,

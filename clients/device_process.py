@@ -47,20 +47,13 @@ def serve_device(
 ) -> None:
     """Answers the messages of one deployed node until `stop` is set.
 
-    A round that is under way then is finished, unless `at_once` is set. The settings have `users`,
-    a ledger, and a plan with cover and a window. `socket` is the path of the Unix socket, which is
-    made; it has at most 100 characters.
+    A round that is under way then is finished, unless `at_once` is set. The settings are as for
+    `DeviceNode`. `socket` is the path of the Unix socket, which is made; it has at most 100
+    characters.
 
     Raises:
-        ValueError: the settings lack what a deployed node has, the work does not fit into the
-            window, or the socket cannot be made.
+        ValueError: as for `DeviceNode`, or the socket cannot be made.
     """
-    if settings.users is None or settings.ledger is None:
-        raise ValueError("a deployed node needs users and a device's ledger")
-    if not settings.plan.cover or settings.plan.window is None:
-        raise ValueError("a deployed node needs a plan with cover and a window")
-    if settings.ledger(settings.number).limits is None:
-        raise ValueError("a deployed node's ledger needs the limits of the device's owner")
     node = DeviceNode(settings)
     try:
         _serve(node, socket, stop)
@@ -128,10 +121,8 @@ class _Answering:
         return said
 
     def _answer(self, kind: str, request: bytes) -> bytes:
-        settings = self._node.settings
-        assert settings.users is not None
-        asked, users = self._reader.read(request), np.arange(settings.users)
-        answer = ANSWERS[kind](self._node, asked, settings.number, users)
+        policy, asked = self._node.policy, self._reader.read(request)
+        answer = ANSWERS[kind](self._node, asked, policy.number, np.arange(policy.users))
         return recorddict_to_proto(answer).SerializeToString()
 
     def _answer_query(self, request: bytes) -> bytes:

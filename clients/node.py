@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -16,7 +16,8 @@ from flwr.app import ArrayRecord
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from shufl.clients.device import DeviceLedger, RoundRefused
+from shufl.clients.device import RoundRefused, SimulatedLedger
+from shufl.clients.policy import Simulated
 from shufl.clients.settings import ClientSettings
 from shufl.learning.trained import frozen_digest, sent
 from shufl.learning.work import ERRORS, Records, Work
@@ -133,19 +134,15 @@ class Node:
         settings: the client's side of the run.
         randomness: draws coins and noise; left out, it is that of the settings' seed.
 
-    Raises:
-        ValueError: there is neither a seed nor a device's ledger.
     """
 
     def __init__(self, settings: ClientSettings, randomness: Randomness | None = None):
-        if settings.seed is None and settings.ledger is None:
-            raise ValueError("a client without a seed needs a device's ledger")
-        self.settings = settings
+        self.settings, self._policy = settings, settings.policy
         self._plan_digest = settings.plan.digest()
-        self._randomness = randomness or make_randomness(settings.seed)
-        self._work = Work(settings.make_model, settings.training, settings.together)
+        self._randomness = randomness or make_randomness(self._policy.seed)
+        self._work = Work(settings.make_model, settings.training, self._policy.together)
         self._records = settings.load_users()
-        self._ledgers: dict[int, DeviceLedger] = {}
+        self._ledgers: dict[int, SimulatedLedger | None] = {}
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
 
     def close(self) -> None:
@@ -155,12 +152,7 @@ class Node:
 
     @functools.cached_property
     def _last_round(self) -> int:
-        """The last round within the budget by this client's own accountant, not the server's."""
-        if self.settings.last_round is not None:
-            return self.settings.last_round
-        from shufl.accounting import rounds_within_budget  # a second of imports
-
-        return rounds_within_budget(self.settings.plan)
+        return self._policy.last_round(self.settings.plan)
 
     @functools.cached_property
     def _frozen(self) -> str:
@@ -172,8 +164,8 @@ class Node:
         Raises:
             RoundRefused: it is another run or plan.
         """
-        if self.settings.run_id not in (None, run_id):
-            raise RoundRefused(f"run must be {self.settings.run_id}, got {run_id}")
+        if self._policy.run_id not in (None, run_id):
+            raise RoundRefused(f"run must be {self._policy.run_id}, got {run_id}")
         if plan_digest != self._plan_digest:
             raise RoundRefused(f"privacy plan must be {self._plan_digest}, got {plan_digest}")
 
@@ -216,7 +208,7 @@ class Node:
         except Exception as error:
             raise RoundRefused("the round's public key is not one to seal to") from error
         suite = self.settings.sealing
-        if suite is not None and not is_of(announced.public_key, suite):
+        if not is_of(announced.public_key, suite):
             raise RoundRefused(f"the round's public key must be one of {suite}")
         if not 1 <= header.round <= self._last_round:
             raise RoundRefused(
@@ -235,7 +227,9 @@ class Node:
         round = PreparedRound(
             header, announced.public_key, parameters, self._over_at(until, window_ends)
         )
-        self._ask_owner(node, header)
+        # The last step: the round is on disk when this returns.
+        plan, what = self.settings.plan, f"round {header.round}"
+        self._ask_owner(node, what, lambda each: each.offer(header, plan, self._last_round))
         return round
 
     def _over_at(self, until: float, window_ends: float) -> float:
@@ -248,29 +242,24 @@ class Node:
         Raises:
             RoundRefused: one constant line; why is in this node's log, for the owner alone.
         """
-        try:
-            ledger = self._ledger(node)
-            if ledger is not None:
-                ledger.check(run_id, self.settings.plan, self._last_round)
-        except ValueError as error:
-            log.warning("the run is refused: %s", error)
-            raise RoundRefused("this device does not take part in this run") from None
+        plan, what = self.settings.plan, f"run {run_id}"
+        self._ask_owner(node, what, lambda each: each.check(run_id, plan, self._last_round))
 
-    def _ask_owner(self, node: int, header: RoundHeader) -> None:
-        """Enters a round in the device's ledger; why it is refused is for the owner alone."""
+    def _ask_owner(self, node: int, what: str, ask: Callable[[SimulatedLedger], None]) -> None:
+        """Asks a device's ledger, if there is one; why it refuses is for the owner alone."""
         try:
-            ledger = self._ledger(node)
-            if ledger is not None:
-                ledger.offer(header, self.settings.plan, self._last_round)
+            if (ledger := self._ledger(node)) is not None:
+                ask(ledger)
         except ValueError as error:
-            log.warning("round %d is refused: %s", header.round, error)
-            raise RoundRefused("this device does not take part in this round") from None
+            log.warning("%s is refused: %s", what, error)
+            kind = what.partition(" ")[0]
+            raise RoundRefused(f"this device does not take part in this {kind}") from None
 
-    def _ledger(self, node: int) -> DeviceLedger | None:
+    def _ledger(self, node: int) -> SimulatedLedger | None:
         """The ledger of a node's device, opened once."""
-        if node not in self._ledgers and self.settings.ledger is not None:
-            self._ledgers[node] = self.settings.ledger(node)
-        return self._ledgers.get(node)
+        if node not in self._ledgers:
+            self._ledgers[node] = self._policy.ledger(node)
+        return self._ledgers[node]
 
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
         """Those of the users who check in, or drew this round, submit a sealed private report.
@@ -307,12 +296,12 @@ class Node:
         plan, number = self.settings.plan, round.header.round
         if plan.participation == "check-in":
             return self._randomness.check_ins(number, users, plan.check_in_rate)
-        if self.settings.seed is not None:
-            key = simulated_allocation_key(self.settings.seed)
-        else:
-            ledger = self._ledger(node)
-            assert ledger is not None  # there is one without a seed
+        if self._policy.seed is not None:
+            key = simulated_allocation_key(self._policy.seed)
+        elif (ledger := self._ledger(node)) is not None:
             key = ledger.allocation_key(round.header.run_id)
+        else:
+            raise ValueError("allocation needs a seed, or ledgers that keep what was drawn")
         return allocated(key, number, users, plan.every)
 
     def _parameters(self, model: ArrayRecord) -> dict[str, torch.Tensor]:
@@ -348,8 +337,9 @@ class Node:
     @property
     def _signer(self) -> Credentials | None:
         """Who signs this node's seeds: nobody does in a simulation."""
-        alone = self.settings.users is None
-        return None if alone else self._intakes[self.shuffler_of(self.settings.number)].credentials
+        if isinstance(self._policy, Simulated):
+            return None
+        return self._intakes[self.shuffler_of(self._policy.number)].credentials
 
     def _message(
         self, users: np.ndarray, updates: Iterable[np.ndarray], round: PreparedRound

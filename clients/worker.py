@@ -51,21 +51,21 @@ class _Shared:
     """An array in memory that processes share, and that no file system holds."""
 
     def __init__(self, shape: tuple[int, ...], dtype: type, given: Any = None):
-        self._about = shape, dtype
+        self._shape, self._dtype = shape, dtype
         self._bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         self._descriptor = os.memfd_create("shufl") if given is None else given.detach()
         os.ftruncate(self._descriptor, self._bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:  # for a child that is being started
-        return _Shared, (*self._about, DupFd(self._descriptor))
+        return _Shared, (self._shape, self._dtype, DupFd(self._descriptor))
 
     def __del__(self) -> None:
         os.close(self._descriptor)
 
     def mapped(self) -> np.ndarray:
         """The array; its memory is this process's for as long as it is referred to."""
-        shape, dtype = self._about
-        return np.frombuffer(mmap.mmap(self._descriptor, self._bytes), dtype).reshape(shape)
+        memory = mmap.mmap(self._descriptor, self._bytes)
+        return np.frombuffer(memory, self._dtype).reshape(self._shape)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Worker:
             _Shared((users, dimension(model)), np.float32),
             _Shared((users,), np.uint8),
         )
-        self._about = make_model, training, max(1, len(os.sched_getaffinity(0)) - 1)
+        self._make_model, self._training = make_model, training
         self.states, self._updates = self._memory.states.mapped(), self._memory.updates.mapped()
         self._lock = threading.Lock()  # held for moments
         self._over: threading.Event | None = None  # of the round at work
@@ -290,9 +290,9 @@ class Worker:
 
     def _start(self) -> _Child:
         ours, theirs = _PROCESSES.Pipe()
-        process = _PROCESSES.Process(
-            target=_serve, args=(theirs, *self._about, self._memory), daemon=True
-        )
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        given = theirs, self._make_model, self._training, threads, self._memory
+        process = _PROCESSES.Process(target=_serve, args=given, daemon=True)
         process.start()
         theirs.close()
         return _Child(process, ours)
@@ -314,10 +314,10 @@ def _serve(
             pipe.send(None)
             parameters, seeds = pipe.recv()
             work.load({name: torch.from_numpy(each) for name, each in parameters.items()})
-            given, more = (work, memory, seeds, pipe.send), True
+            more = True
             while more:  # what a model switches on or off in torch is of the thread that it ran in
                 with ThreadPoolExecutor(1, initializer=_set_up, initargs=(threads,)) as thread:
-                    more = thread.submit(compute, *given).result()
+                    more = thread.submit(compute, work, memory, seeds, pipe.send).result()
     except (EOFError, BrokenPipeError):  # the parent has ended
         return
 

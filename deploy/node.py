@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shufl.accounting import PrivacyPlan
-from shufl.clients import ClientSettings, load_device
+from shufl.clients import ClientSettings, Deployed, load_device
 from shufl.clients.worker import Worker
 from shufl.deploy.sites import NodeSite, check_cover
 from shufl.learning import UserRecords
@@ -51,18 +51,15 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
     plan, make_model, load_users = check_data(site, folder, config)
     log.info("%s", users_told(site, config))
     _ = site.credentials  # which are read again at every call: they are renewed meanwhile
-    device = load_device(Path(site.device))
     return ClientSettings(
-        run_id=None,
+        policy=Deployed(
+            number=site.number, users=site.users, device=load_device(Path(site.device))
+        ),
         plan=plan,
         make_model=make_model,
         load_users=load_users,
         training=local_training(config),
         shufflers=tuple((address, lambda: site.credentials) for address in site.shufflers),
-        seed=None,
-        ledger=lambda number: device,
-        users=site.users,
-        number=site.number,
         sealing=config.shuffler.sealing,
     )
 

@@ -46,6 +46,7 @@ from shufl.results.rows import MetricsError
 from shufl.results.run import Run
 from shufl.server import (
     CheckpointError,
+    Deployed,
     Observe,
     RoundFailed,
     RoundLoop,
@@ -131,6 +132,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 _ENDING_SECONDS = 60.0
+_SHUFFLER_SECONDS = 60.0  # for a shuffler that is away to come back within a round
 _PARENT_SECONDS = 5.0  # from an interrupt to the end of a SuperLink that has had it too
 _ENDED = "the run was ended from outside, as by flwr stop"
 _ENDS_EARLY = (
@@ -176,13 +178,15 @@ class DeployedEngine:
         site, asked = self._site, training.folder / STOP_FILE
         settings = ServerSettings(
             **vars(training),
-            nodes=1,
+            policy=Deployed(
+                patience=site.patience,
+                round_timeout=site.round_timeout,
+                shuffler_seconds=_SHUFFLER_SECONDS,
+                agreed=lambda: site.agreed,
+                tell=self._tell,
+            ),
             shufflers=tuple((address, lambda: site.credentials) for address in site.shufflers),
-            round_timeout=site.round_timeout,
             sealing=self._sealing,
-            patience=site.patience,
-            agreed=lambda: site.agreed,
-            tell=self._tell,
             make_aggregator=self._make_aggregator,
         )
 
@@ -190,7 +194,7 @@ class DeployedEngine:
             return stop.is_set() or asked.exists()
 
         with logs_to(training.folder / "server.log", "shufl.server"):
-            ended = RoundLoop(settings, self._grid, observe, stopped, lambda: False).run()
+            ended = RoundLoop(settings, self._grid, observe, stopped).run()
         if ended.stopped_by == "interrupt" and not asked.exists():
             raise KeyboardInterrupt
         return ended

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from shufl.accounting import Ledger
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.deploy.acts import note
 from shufl.deploy.plan import PROGRAMS, flower_environment
 from shufl.deploy.server_app import deployed_experiment
@@ -106,7 +107,7 @@ def go_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
         print(f"{folder} has ended: {ended['stopped_by']}")
         return ended["stopped_by"]
     entries, rows = Ledger.read(ledger).entries, read_rows(folder / "metrics.jsonl")
-    released = {row["round"] for row in rows if row["outcome"] == "released"}
+    released = {row["round"] for row in rows if row["outcome"] == RoundOutcome.RELEASED}
     if len(entries) >= MOST_IN_VAIN and not released & {
         entry.round for entry in entries[-MOST_IN_VAIN:]
     }:

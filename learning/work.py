@@ -69,7 +69,8 @@ class Work:
         """
         self._mend()
         state, self._broken = self._before(), True
-        update = local_update(self.model, *records, self._training, seed, state, real)
+        features, labels = records
+        update = local_update(self.model, features, labels, self._training, seed, state, real)
         self._broken = False
         return update
 
@@ -105,8 +106,7 @@ class Work:
         features, labels = map(torch.stack, zip(*records, strict=True))
         with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
             warnings.simplefilter("ignore", UserWarning)
-            given = features, labels, self._training, as_keys(seeds)
-            updates = user_updates(self.model, *given)
+            updates = user_updates(self.model, features, labels, self._training, as_keys(seeds))
         return torch.cat([each.flatten(1) for each in updates.values()], dim=1).numpy()
 
     def _before(self) -> ModuleState:

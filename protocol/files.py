@@ -17,14 +17,9 @@ def unfinished(path: Path) -> Path:
 
 @contextlib.contextmanager
 def whole_file(
-    path: Path,
-    mode: int = 0o644,
-    *,
-    must_be_new: bool = False,
-    durable: bool = True,
-    shared: bool = False,
+    path: Path, mode: int = 0o644, *, must_be_new: bool = False, shared: bool = False
 ) -> Iterator[BinaryIO]:
-    """Opens a file to be written, which gets its name when the block ends.
+    """Opens a file to be written, which gets its name when the block ends and all is on disk.
 
     If the block fails, the file that was there before is still there.
 
@@ -32,7 +27,6 @@ def whole_file(
         path: of the file.
         mode: of the new file; the umask is taken off.
         must_be_new: whether to refuse if there is such a file.
-        durable: whether the content is on disk before the file gets its name.
         shared: whether other processes may write the same file meanwhile.
 
     Raises:
@@ -47,9 +41,8 @@ def whole_file(
         descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
             yield file
-            if durable:
-                file.flush()
-                os.fsync(descriptor)
+            file.flush()
+            os.fsync(descriptor)
         new.replace(path)
     except OSError as error:
         if error.filename not in (None, new, str(new)):  # of another file
@@ -61,12 +54,8 @@ def whole_file(
 
 
 def write_whole(
-    path: Path,
-    *parts: bytes | memoryview,
-    mode: int = 0o644,
-    must_be_new: bool = False,
-    durable: bool = True,
+    path: Path, *parts: bytes | memoryview, mode: int = 0o644, must_be_new: bool = False
 ) -> None:
     """Writes the parts, one after the other, as a file; see `whole_file`."""
-    with whole_file(path, mode, must_be_new=must_be_new, durable=durable) as file:
+    with whole_file(path, mode, must_be_new=must_be_new) as file:
         file.writelines(parts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-RoundOutcome = Literal["released", "below-minimum", "discarded", "lost"]
+from shufl.accounting.outcomes import RoundOutcome
+
 Schedule = Literal["constant", "linear", "cosine"]
 StoppedBy = Literal["budget", "rounds", "on_round", "interrupt"]
 
@@ -34,10 +35,7 @@ class RoundRecord:
     Attributes:
         round: from 1.
         epsilon: spent so far under the halting accountant, this round included.
-        outcome: `released`, by one shuffler at least; `below-minimum`: the shufflers held too few
-            reports; `discarded`: fewer users were present than epsilon assumes, and the batches
-            were destroyed unseen; `lost`: a shuffler was away, or had lost its batch. The round is
-            spent in every case.
+        outcome: released if one shuffler has released its batch; the round is spent in every case.
         users_present: users who sent, where a shuffler's batch was released: to such shufflers. In
             a simulation, users of the nodes that answered.
         smallest_crowd: fewest of them at one shuffler whose batch could be fetched, also where it

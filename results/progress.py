@@ -7,6 +7,7 @@ import time
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.protocol import RoundRecord
 from shufl.protocol.console import Console
 from shufl.results.tables import epsilon_text, score_text
@@ -49,7 +50,8 @@ class RoundProgress:
         if (value := record.metrics[record.score]) is not None:
             score = f"  {record.score} {score_text(record.score, value, 1)}"
             self._score = f"{score} in round {record.round}"
-        reports = f"{record.reports} reports" if record.outcome == "released" else record.outcome
+        released = record.outcome == RoundOutcome.RELEASED
+        reports = f"{record.reports} reports" if released else record.outcome
         status = f"{reports}{score}  ε {epsilon_text(record.epsilon)} of {self._target:g}"
         if every_pair is not None:
             status += f", {epsilon_text(every_pair)} for every pair"

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from shufl.accounting import epsilon_table
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.data.users import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.rounding import rounded_up
@@ -36,7 +37,7 @@ def summarise(
     plan, simulation = experiment.plan, experiment.config.simulation
     rows = recorder.rows
     too_few = too_few_present(plan, rows, result.rounds)
-    present = [row["users_present"] for row in rows if row["outcome"] != "lost"]
+    present = [row["users_present"] for row in rows if row["outcome"] != RoundOutcome.LOST]
     return {
         "engine": simulation.engine,
         "noise": simulation.noise,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.protocol.console import Console
 from shufl.protocol.rounding import rounded_down, rounded_up
 
@@ -51,7 +52,8 @@ def last_doubt(rows: list[dict[str, Any]]) -> str:
     return next((row["doubt"] for row in reversed(rows) if row["doubt"]), "")
 
 
-_MAY_BE_KNOWN = {"released", "lost"}  # the server may have received part of a lost round
+# The server may have received part of a lost round.
+_MAY_BE_KNOWN = {RoundOutcome.RELEASED, RoundOutcome.LOST}
 
 
 def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) -> bool:

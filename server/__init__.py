@@ -1,6 +1,6 @@
 """The server: guard, broadcast, fetch the shuffled batch, aggregate, step, evaluate, checkpoint.
 
-`make_server_app` gives the Flower ServerApp; the rest are its parts, each usable alone.
+`RoundLoop` is a run on Flower's grid; the rest are its parts, each usable alone.
 
 The names of `__init__.pyi` are imported when they are first used, so that a configuration is
 checked without torch and Flower.

@@ -1,7 +1,7 @@
 from .aggregate import Aggregate, Aggregator, MakeAggregator, Mean, aggregate_reports
-from .app import make_server_app
 from .checkpoint import Checkpoint, load_checkpoint
 from .checkpoint_file import CheckpointError, read_checkpoint
+from .policy import Deployed, Simulated
 from .rounds import RoundLoop
 from .settings import (
     MOST_IN_VAIN,
@@ -20,6 +20,7 @@ __all__ = [
     "Aggregator",
     "Checkpoint",
     "CheckpointError",
+    "Deployed",
     "MakeAggregator",
     "Mean",
     "NodeFailed",
@@ -30,10 +31,10 @@ __all__ = [
     "RoundLoop",
     "RunEnd",
     "ServerSettings",
+    "Simulated",
     "Training",
     "TrainingSettings",
     "aggregate_reports",
     "load_checkpoint",
-    "make_server_app",
     "read_checkpoint",
 ]

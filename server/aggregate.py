@@ -123,7 +123,7 @@ def aggregate_sum(
     plan: PrivacyPlan,
     dimension: int,
     noise: np.ndarray,
-    expected: Expected | None = None,
+    expected: Expected | None,
 ) -> Aggregate:
     """Unmasks the sum that a shuffler released, adds the server's own noise, and scales it.
 
@@ -180,14 +180,14 @@ def aggregate_sum(
 
 
 def aggregate_reports(
-    batches: Iterable[tuple[RoundHeader, Iterable[bytes]]],
+    batch: tuple[RoundHeader, Iterable[bytes]],
     private_key: PrivateKey,
     plan: PrivacyPlan,
     dimension: int,
     aggregator: Aggregator,
     users: int,
 ) -> Aggregate:
-    """Opens, validates and aggregates the batches of a round, one report after the other.
+    """Opens, validates and aggregates a shuffler's batch, one report after the other.
 
     A report that was sealed under another header than its batch's does not open. `aggregator` is of
     this round alone, and `users` is how many were present.
@@ -199,12 +199,10 @@ def aggregate_reports(
     """
     empty = empty_report(dimension) if plan.cover else None
     limit = plan.mechanism.largest_honest_norm(dimension)
-    opener = ReportOpener(private_key)
-    reports = 0
+    opener, header, reports = ReportOpener(private_key), batch[0], 0
     reasons: Counter[str] = Counter()
     most = plan.users + plan.most_blankets
-    numbered = ((header, *each) for header, batch in batches for each in enumerate(batch))
-    for header, number, sealed in numbered:
+    for number, sealed in enumerate(batch[1]):
         if number == most:
             raise SpoiledBatch(f"a batch must have at most {most} reports, and has more")
         try:

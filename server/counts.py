@@ -1,9 +1,8 @@
-"""Whether shufflers release what users' coins, blankets and the noise of sums explain."""
+"""Whether a shuffler releases what users' coins, blankets and the noise of sums explain."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 from shufl.accounting import PrivacyPlan
 
@@ -12,7 +11,7 @@ _MOST_SHORT = 25.0  # by chance in T rounds with probability below T exp(-25)
 
 
 class Counts:
-    """Reports, or lengths of sums, against what is expected, of each shuffler over all rounds.
+    """A shuffler's reports, or lengths of sums, against what is expected, over all rounds.
 
     It finds what went wrong by mistake, such as a shuffler that adds no blankets, or no noise to a
     sum. It is no defence: one that cheats also says how many users sent, or makes the sum longer.
@@ -20,17 +19,15 @@ class Counts:
 
     def __init__(self, plan: PrivacyPlan):
         self._plan = plan
-        self._excess: dict[int, float] = defaultdict(float)
-        self._variance: dict[int, float] = defaultdict(float)
-        self._short: dict[int, float] = defaultdict(float)
+        self._excess = self._variance = self._short = 0.0
 
-    def add(self, shuffler: int, reports: int, users: int) -> None:
+    def add(self, reports: int, users: int) -> None:
         """Counts a released batch: binomially many users' reports, and Poisson many blankets."""
         rate, blankets = self._plan.check_in_rate, self._plan.shuffler_blankets
-        self._excess[shuffler] += reports - (users * rate + blankets)
-        self._variance[shuffler] += users * rate * (1 - rate) + blankets
+        self._excess += reports - (users * rate + blankets)
+        self._variance += users * rate * (1 - rate) + blankets
 
-    def add_sum(self, shuffler: int, length: float, users: int, dimension: int) -> None:
+    def add_sum(self, length: float, users: int, dimension: int) -> None:
         """Compares a sum with its noise alone, which users' updates only make longer.
 
         `length` is that of the sum with all its noise, the server's too, over C. Its square in
@@ -41,25 +38,21 @@ class Counts:
         """
         if noise := self._plan.noise_of_sum(users):
             missing = (dimension - (length / noise) ** 2) / math.sqrt(2.0 * dimension)
-            self._short[shuffler] = max(self._short[shuffler] + missing - 0.5, 0.0)
+            self._short = max(self._short + missing - 0.5, 0.0)
 
     @property
     def doubt(self) -> str:
-        """One line about shufflers whose releases no chance explains; or nothing."""
-        lines = []
-        for shuffler, excess in sorted(self._excess.items()):
-            deviations = excess / math.sqrt(max(self._variance[shuffler], 1.0))
-            if abs(deviations) >= _MOST_DEVIATIONS:
-                lines.append(
-                    f"shuffler {shuffler + 1} released {abs(excess):.0f} reports "
-                    f"{'more' if excess > 0 else 'fewer'} than expected, "
-                    f"{abs(deviations):.1f} standard deviations: ask its operator"
-                )
-        for shuffler, short in sorted(self._short.items()):
-            if short >= _MOST_SHORT:
-                lines.append(
-                    f"shuffler {shuffler + 1} released sums that are shorter than their noise "
-                    f"({short:.0f} where 25 is allowed): ask its operator and the nodes' owners "
-                    "whether all add noise"
-                )
-        return "; ".join(lines)
+        """What the shuffler has released that no chance explains; or nothing."""
+        deviations = self._excess / math.sqrt(max(self._variance, 1.0))
+        if abs(deviations) >= _MOST_DEVIATIONS:
+            return (
+                f"released {abs(self._excess):.0f} reports "
+                f"{'more' if deviations > 0 else 'fewer'} than expected, "
+                f"{abs(deviations):.1f} standard deviations: ask its operator"
+            )
+        if self._short >= _MOST_SHORT:
+            return (
+                f"released sums that are shorter than their noise ({self._short:.0f} where 25 is "
+                "allowed): ask its operator and the nodes' owners whether all add noise"
+            )
+        return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import reprlib
@@ -25,7 +24,6 @@ from shufl.shuffler.wire.seeds import SUM_VERSION
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 600.0  # for simulated nodes to start and load their data, at least
 _ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
 _TELL_SECONDS = 5.0  # after which, and how often at most, the operator is told who is waited for
 _MOST_CHARACTERS = 500
@@ -33,20 +31,22 @@ _MOST_CHARACTERS = 500
 
 @dataclass
 class NodeState:
-    """What the server knows of one node.
+    """What the server knows of one node, as it is in the run folder.
 
     Attributes:
-        number: the node's, from 0, by its word.
+        number: the node's, from 0, by its word; it decides the node's shuffler.
         users: for how many users it speaks, as it was agreed; in simulation by its word.
-        shuffler: to which shuffler, from 0, they report.
-        heard: when it answered last, by `time.time`.
+        name: as it was agreed; in simulation one with its number.
+        flower: Flower's number of it; None: it is not registered.
+        heard: when it answered last, by `time.time`; None: never.
         trouble: why it did not answer to the last message; empty: it did.
     """
 
     number: int
     users: int
-    shuffler: int
-    heard: float = dataclasses.field(default_factory=time.time)
+    name: str = ""
+    flower: int | None = None
+    heard: float | None = None
     trouble: str = ""
 
 
@@ -74,7 +74,7 @@ def read_node(said: dict[str, Any], shufflers: int, mixing: Mixing) -> NodeState
             f"its messages with sums are of version {reprlib.repr(version)}, this server's of "
             f"{SUM_VERSION}: upgrade shufl on {older}"
         )
-    return NodeState(number, users, shuffler)
+    return NodeState(number, users, name=f"node {number}", heard=time.time())
 
 
 def check_agreed(node: int, state: NodeState, agreed: dict[int, AgreedNode]) -> None:
@@ -85,10 +85,10 @@ def check_agreed(node: int, state: NodeState, agreed: dict[int, AgreedNode]) -> 
     """
     if state.number not in agreed:
         raise ValueError(f"it says that it is number {state.number}, no such node was agreed")
-    name, users, flower = agreed[state.number]
+    state.name, users, flower = agreed[state.number]
     if flower != node:
         known = "is not registered (shufl register)" if flower is None else f"is number {flower}"
-        raise ValueError(f"it says that it is {name}, which {known} at Flower")
+        raise ValueError(f"it says that it is {state.name}, which {known} at Flower")
     if state.users != users:
         raise ValueError(f"it says that it speaks for {state.users} users, {users} were agreed")
 
@@ -109,7 +109,7 @@ class Fleet:
 
         Once `over` turns true, nobody is waited for. `frozen` is the model's `frozen_digest`.
         """
-        self.settings = settings
+        self.settings, self._policy = settings, settings.policy
         self.known: dict[int, NodeState] = {}
         self._in: set[int] = set()
         self._prompt: set[int] | None = None  # who answered the last time
@@ -117,19 +117,19 @@ class Fleet:
         self._over, self._frozen = over, frozen
         self._questions: list[Exchange] = []
         self._refused: dict[int, tuple[float, str]] = {}  # when, and why
-        self._agreed = settings.agreed() if settings.agreed else {}
+        self._agreed = self._policy.agreed()
         self._told = ""  # for whom it waits
 
     def gather(self, until: float) -> list[int]:
         """Ids of the nodes that are there and agree, once there are enough of them for a shuffler.
 
         Raises:
-            NodeFailed: without patience, as soon as one refuses or fails.
+            NodeFailed: in a simulation, as soon as one refuses or fails.
             RoundFailed: there are too few at the moment `until`, by `time.monotonic`.
         """
-        settings, begun = self.settings, time.monotonic()
+        policy, begun = self._policy, time.monotonic()
         tell_at = begun + _TELL_SECONDS
-        if settings.patience:
+        if not policy.absence_is_fatal:
             self._prompt, self._in = self._in or None, set()
         self._read_agreed()
         while True:
@@ -139,8 +139,8 @@ class Fleet:
             awaited = connected & {node for each in self._questions for node in each.waiting}
             if self._prompt is not None:
                 awaited &= self._prompt
-            waited = not awaited or time.monotonic() - begun > settings.round_timeout
-            enough = len(present) >= settings.nodes and bool(self.with_enough(present))
+            waited = not awaited or time.monotonic() - begun > policy.round_timeout
+            enough = len(present) >= policy.nodes and bool(self.with_enough(present))
             if (enough and waited) or self._over():
                 self._told = ""
                 return present
@@ -148,12 +148,12 @@ class Fleet:
                 self._tell(present)
                 tell_at += _TELL_SECONDS
             reasons = [reason for _, reason in self._refused.values()]
-            if reasons and not settings.patience:
+            if reasons and policy.absence_is_fatal:
                 raise NodeFailed(f"a node did not get ready: {reasons[0]}")
             if time.monotonic() > until:
-                missing = max(settings.nodes - len(present), 0)
+                missing = max(policy.nodes - len(present), 0)
                 raise RoundFailed(
-                    f"{missing} of {settings.nodes} nodes did not get ready: "
+                    f"{missing} of {policy.nodes} nodes did not get ready: "
                     f"{reasons[0] if reasons else f'too few users within {until - begun:.0f} s'}"
                 )
             now = time.monotonic()
@@ -161,10 +161,8 @@ class Fleet:
 
     def _read_agreed(self) -> None:
         """Reads the agreed nodes again; forgets those that are withdrawn or have another key."""
-        if self.settings.agreed is None:
-            return
         try:
-            self._agreed = self.settings.agreed()
+            self._agreed = self._policy.agreed()
         except (OSError, ValueError) as error:  # as while the files are being replaced
             log.warning("what was agreed with nodes stays: %s", error)
             return
@@ -186,41 +184,33 @@ class Fleet:
         line = textwrap.shorten(line, _MOST_CHARACTERS, placeholder=" …")
         if line != self._told:
             self._told = line
-            self.settings.tell(line)
+            self._policy.tell(line)
             for node in self.known.keys() - set(present):
                 self.known[node].trouble = self._why(node)
             self._write()
 
-    def _why(self, node: int, otherwise: str = "not connected") -> str:
+    def _why(self, node: int | None, otherwise: str = "not connected") -> str:
         """Why a node is not in."""
-        _, reason = self._refused.get(node, (0.0, otherwise))
-        return reason
+        return otherwise if node not in self._refused else self._refused[node][1]
 
     def name_of(self, node: int) -> str:
         """The name of the node that has this number at Flower."""
-        for each in self._agreed.values():
-            if each.flower == node:
-                return each.name
-        return f"node {self.known[node].number}" if node in self.known else f"{node} at Flower"
+        names = {each.flower: each.name for each in self._agreed.values()}
+        known = self.known[node].name if node in self.known else f"{node} at Flower"
+        return names.get(node, known)
 
     def _write(self) -> None:
         """Writes what is known of every node, also of those that were agreed and never came."""
-        rows: dict[int, dict[str, Any]] = {}
-        for number, (name, users, flower) in self._agreed.items():
-            why = "away" if flower is None else self._why(flower, "away")
-            about = {"name": name, "number": number, "flower": flower, "users": users}
-            rows[number] = about | {"heard": None, "trouble": why}
-        for node, state in self.known.items():
-            name = self.name_of(node)
-            about = {"name": name, "number": state.number, "flower": node, "users": state.users}
-            rows[state.number] = about | {"heard": state.heard, "trouble": state.trouble}
-        told = [rows[number] for number in sorted(rows)]
-        strange = self._refused.keys() - {row["flower"] for row in told}
-        for node in sorted(strange):
-            about = {"name": self.name_of(node), "number": None, "flower": node, "users": None}
-            told.append(about | {"heard": None, "trouble": self._why(node)})
-        content = json.dumps(told, indent=1).encode()
-        write_whole(self.settings.folder / NODES_FILE, content, durable=False)
+        nodes = {
+            number: NodeState(number, users, name, flower, trouble=self._why(flower, "away"))
+            for number, (name, users, flower) in self._agreed.items()
+        }
+        nodes |= {state.number: state for state in self.known.values()}
+        rows = [vars(nodes[number]) for number in sorted(nodes)]
+        for node in sorted(self._refused.keys() - {row["flower"] for row in rows}):
+            about = NodeState(0, 0, self.name_of(node), node, trouble=self._why(node))
+            rows.append(vars(about) | {"number": None, "users": None})  # it has not said them
+        write_whole(self.settings.folder / NODES_FILE, json.dumps(rows, indent=1).encode())
 
     def with_enough(self, present: list[int]) -> list[int]:
         """The shufflers to which enough of these nodes' users report for a release."""
@@ -229,14 +219,18 @@ class Fleet:
         users = self.users_of(present).items()
         return [each for each, here in users if here >= least and plan.enough_present(here)]
 
+    def shuffler_of(self, node: int) -> int:
+        """To which shuffler, from 0, the users of a known node report."""
+        return shuffler_of(self.known[node].number, len(self.settings.shufflers))
+
     def users_of(self, nodes: Iterable[int]) -> Counter[int]:
         """For how many users some nodes speak, by shuffler."""
         users = Counter(dict.fromkeys(range(len(self.settings.shufflers)), 0))
         for node in nodes:
-            users[self.known[node].shuffler] += self.known[node].users
+            users[self.shuffler_of(node)] += self.known[node].users
         return users
 
-    def expected_at(self, shuffler: int) -> dict[str, int]:
+    def agreed_at(self, shuffler: int) -> dict[str, int]:
         """For how many users each node may speak that was agreed for a shuffler, by its name."""
         shufflers = len(self.settings.shufflers)
         return {
@@ -245,18 +239,11 @@ class Fleet:
             if shuffler_of(number, shufflers) == shuffler
         }
 
-    def most_at(self, shuffler: int) -> int:
-        """How many users may send to a shuffler."""
-        if self.settings.agreed is None:
-            return self.users_of(self.known)[shuffler]
-        return sum(self.expected_at(shuffler).values())
-
-    def note(self, answers: Exchange, absent: Iterable[str] = ()) -> None:
+    def note(self, answers: Exchange, absent: set[str]) -> None:
         """Remembers who answered to a round, also in the run folder.
 
         The nodes named in `absent` have sent nothing for several rounds, by their shuffler's word.
         """
-        silent = set(absent)
         for node in set(answers.errors) - answers.late:  # not counted on again at once
             self._refused[node] = time.monotonic(), answers.errors[node]
         for node, state in self.known.items():
@@ -266,9 +253,9 @@ class Fleet:
                 idle = "its shuffler is away, or has too few users for a round"
                 why = idle if node in self._in else self._why(node)
                 state.trouble = answers.errors.get(node, why)
-            if self.name_of(node) in silent:
+            if state.name in absent:
                 state.trouble = "it agrees to rounds, and no report of it comes: see its log"
-                log.warning("%s: %s", self.name_of(node), state.trouble)
+                log.warning("%s: %s", state.name, state.trouble)
         self._write()
 
     def _ask(self, connected: set[int]) -> None:
@@ -283,32 +270,31 @@ class Fleet:
         for question in self._questions:
             done |= question.waiting
         if new := connected - done:
-            settings = self.settings
             about = {
-                **{"run_id": settings.run_id, "plan_digest": settings.plan.digest()},
+                "run_id": self.settings.run_id,
+                "plan_digest": self.settings.plan.digest(),
                 "frozen": self._frozen,
             }
-            seconds = self._seconds_to_answer()
-            self._questions.append(greet(self._grid, sorted(new), about, seconds))
+            greeting = greet(self._grid, sorted(new), about, self._seconds_to_answer())
+            self._questions.append(greeting)
 
     def _seconds_to_answer(self) -> float:
         """Seconds after which an answer counts as lost, as when the node's process was killed.
 
         A real node may keep it until the round under way is over and it may answer again.
         """
-        settings, window = self.settings, self.settings.plan.window
-        if not settings.patience or window is None:
-            return max(START_SECONDS, settings.round_timeout)
-        return window.seconds + window.query_every + settings.round_timeout
+        policy, window = self._policy, self.settings.plan.window
+        if policy.absence_is_fatal or window is None:
+            return policy.patience
+        return window.seconds + window.query_every + policy.round_timeout
 
     def _take(self, greeting: Exchange, connected: set[int]) -> None:
         """Takes those in that have agreed; remembers why others are not."""
         while greeting.received:
             node, said = greeting.received.popitem()
             try:
-                about = len(self.settings.shufflers), self.settings.plan.mixing
-                state = read_node(said, *about)
-                if self.settings.agreed is not None:
+                state = read_node(said, len(self.settings.shufflers), self.settings.plan.mixing)
+                if not self._policy.absence_is_fatal:
                     self._read_agreed()
                     check_agreed(node, state, self._agreed)
                 here = connected & self._in - {node}
@@ -319,7 +305,7 @@ class Fleet:
             else:
                 for each in [each for each, it in self.known.items() if it.number == state.number]:
                     del self.known[each]  # under another number of Flower's
-                self.known[node] = state
+                state.flower, self.known[node] = node, state
                 self._in.add(node)
                 self._refused.pop(node, None)
         while greeting.errors:

@@ -2,76 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.trained import frozen_digest, sent
-from shufl.protocol.mechanisms import make_randomness
-from shufl.protocol.outcomes import RoundOutcome
-from shufl.server.aggregate import (
-    Aggregate,
-    Expected,
-    SpoiledBatch,
-    aggregate_reports,
-    aggregate_sum,
-)
+from shufl.server.aggregate import Aggregate
 from shufl.server.broadcast import Exchange, broadcast
-from shufl.server.counts import Counts
-from shufl.server.fleet import START_SECONDS, Fleet
-from shufl.server.settings import (
-    MOST_IN_VAIN,
-    NodeFailed,
-    RoundFailed,
-    RunEnd,
-    ServerSettings,
-)
+from shufl.server.fleet import Fleet
+from shufl.server.settings import MOST_IN_VAIN, NodeFailed, RoundFailed, RunEnd, ServerSettings
+from shufl.server.shuffler_round import ShufflerRound
 from shufl.server.training import Observe, PlayedRound, Training
 from shufl.shuffler import (
-    ControlClient,
-    Outcome,
-    PrivateKey,
-    Refusal,
     RoundHeader,
     ShufflerError,
-    ShufflerRefused,
-    ShufflerUnavailable,
     generate_key_pair,
     key_digest,
-    message_length,
     model_digest,
 )
-from shufl.shuffler.wire.errors import Closed
-from shufl.shuffler.wire.retries import Retries
 
-_T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 _MOST_NAMES = 5  # of nodes, in a line of the log
-_SHUFFLER_SECONDS = 60.0  # for a shuffler that is away to come back within a round
 _TRY_AGAIN_SECONDS = 1.0
-_PASSING = {
-    *(Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.DISCARDED, Refusal.ALREADY_RELEASED),
-    *(Refusal.BATCH_LOST, Refusal.STORAGE_FULL, Refusal.STORAGE_FAILED, Refusal.BUSY),
-    *(Refusal.TOO_MANY_RUNS, Refusal.TOO_MANY_ROUNDS, Refusal.TOO_MANY_BATCHES),
-}
-"""Refusals after which other rounds may go well."""
-
-_OUTCOMES: dict[Outcome, RoundOutcome] = {
-    Outcome.RELEASABLE: "released",
-    Outcome.BELOW_MINIMUM: "below-minimum",
-    Outcome.DISCARDED: "discarded",
-}
+_FIRST = (RoundOutcome.RELEASED, RoundOutcome.LOST, RoundOutcome.BELOW_MINIMUM)
+"""Outcomes at one shuffler that are the whole round's, if none before it occurs at another."""
 
 
 class RoundLoop:
@@ -79,320 +42,216 @@ class RoundLoop:
 
     Several shufflers do not know of each other: each has the reports of its own users' nodes, adds
     its own blankets, and is closed and read alone.
+
+    Attributes:
+        parts: the round under way at each shuffler.
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        grid: Grid,
-        observe: Observe,
-        stop: Callable[[], bool],
-        shuffler_gone: Callable[[], bool],
+        self, settings: ServerSettings, grid: Grid, observe: Observe, stop: Callable[[], bool]
     ):
-        self.settings = settings
-        self._grid = grid
-        self._observe = observe
-        self._stop = stop
-        self._waiting_is_over: Callable[[], bool] = lambda: stop() or shuffler_gone()
+        """Begins a run, or goes on with one.
+
+        `observe` is called after every round. `stop` is polled: when it turns true, the round is
+        closed early in a simulation, and the run ends.
+        """
+        self.settings, self._policy = settings, settings.policy
+        self._grid, self._observe, self._stop = grid, observe, stop
         self._training = Training(settings)
-        self._patient = bool(settings.patience)
-        self._counts = Counts(settings.plan)
-        self._randomness = make_randomness(settings.seed)
         self._in_vain = 0  # rounds in a row that were not released
-        self._shufflers = [ControlClient(*shuffler) for shuffler in settings.shufflers]
+        self.parts = [
+            ShufflerRound(number, settings, self._training.dimension)
+            for number in range(len(settings.shufflers))
+        ]
+        self._away: set[int] = set()  # shufflers that did not hold the last round
         frozen = frozen_digest(self._training.model)
         self._fleet = Fleet(settings, grid, self._waiting_is_over, frozen)
-        self._away: set[int] = set()  # shufflers that did not hold the last round
-        self._ready: dict[int, set[int]] = {}
-        """Nodes of the next round, or of the one under way, by the shuffler that has booked it."""
-        last = settings.ledger.last_round
-        self._unended = dict.fromkeys(range(len(self._shufflers)), last) if last else {}
-        """The round of which a shuffler may still hold a batch."""
 
     def run(self) -> RunEnd:
         """Runs until the budget, the plan's last round, or an interrupt.
 
         Raises:
-            NodeFailed: without patience, as soon as a node fails or does not answer.
+            NodeFailed: in a simulation, as soon as a node fails or does not answer.
             RoundFailed: nodes do not get ready, or three rounds in a row were not released.
-            ShufflerError: without patience, a shuffler does not answer or refuses; with it, none
-                answers for that long, or one refuses for good.
+            ShufflerError: in a simulation, a shuffler does not answer or refuses; else none answers
+                for as long as the run waits, or one refuses for good.
         """
-        settings = self.settings
         for round in self._training.rounds():
-            self._get_ready()
+            nodes, parts = self._get_ready()
             if self._stop():
                 break
-            played = self._play(round, self._training.begin(round))
+            played = self._play(round, self._training.begin(round), nodes, parts)
             self._observe(self._training.end(round, played), self._training.result)
         result = self._training.finish()
         if result.stopped_by != "interrupt":  # it may be resumed
-            for shuffler in self._shufflers:
+            for each in self.parts:
                 try:
-                    self._again(shuffler.end_run, settings.run_id)
+                    each.end_run()
                 except ShufflerError as error:
-                    if not self._patient:
+                    if self._policy.absence_is_fatal:
                         raise
                     log.warning("the run is not ended: %s", error)
         return result
 
-    def _get_ready(self) -> None:
-        """Waits for nodes, and for a shuffler that has room for them; nothing is spent yet."""
-        settings = self.settings
-        wait = settings.patience or max(START_SECONDS, settings.round_timeout)
-        until = time.monotonic() + wait
+    def _waiting_is_over(self) -> bool:
+        return self._stop() or self._policy.shufflers_gone()
+
+    def _get_ready(self) -> tuple[list[int], list[ShufflerRound]]:
+        """Waits for nodes, and for a shuffler that has room for them; nothing is spent yet.
+
+        Returns:
+            The nodes, and the shufflers that have booked the round.
+        """
+        until = time.monotonic() + self._policy.patience
         while not self._stop():
             nodes = self._fleet.gather(until)
-            everyone = list(range(len(self._shufflers)))  # so that one that is gone is found out
-            numbers = self._fleet.with_enough(nodes) or everyone
-            failed = self._reserve(numbers)
-            self._ready = {number: set() for number in numbers if number not in failed}
-            for node in nodes:
-                if (number := self._fleet.known[node].shuffler) in self._ready:
-                    self._ready[number].add(node)
-            if self._ready or self._waiting_is_over():
-                return
-            error = next(iter(failed.values()))
+            enough = self._fleet.with_enough(nodes)
+            # All are asked where none has enough users, so that one that is gone is noticed.
+            parts = [each for each in self.parts if not enough or each.number in enough]
+            self._book(parts)
+            ready = [each for each in parts if each.error is None]
+            if ready or self._waiting_is_over():
+                return nodes, ready
+            error = next(each.error for each in parts if each.error)
             if time.monotonic() > until:
                 raise error
-            settings.tell(f"waiting for shufflers: {error}")
+            self._policy.tell(f"waiting for shufflers: {error}")
+        return [], []
 
-    def _reserve(self, numbers: list[int]) -> dict[int, ShufflerError]:
-        """Has these shufflers book the next round; returns which did not, and why.
-
-        It does not wait for one that did not hold the last round.
-        """
-        until = time.monotonic() + _SHUFFLER_SECONDS
+    def _book(self, parts: Sequence[ShufflerRound]) -> None:
+        """Has shufflers book the next round; waits for none that did not hold the last one."""
+        until = time.monotonic() + self._policy.shuffler_seconds
         while True:
-            failed: dict[int, ShufflerError] = {}
-            self._at_each(numbers, self._book, failed)  # also those that have: another minute
-            away = set(failed)
+            _at_each(parts, ShufflerRound.book)  # also those that have: another minute
+            away = {each.number for each in parts if each.error}
             if not away - self._away or time.monotonic() > until or self._waiting_is_over():
                 self._away = away
-                return failed
+                return
             time.sleep(_TRY_AGAIN_SECONDS)
 
-    def _book(self, number: int) -> None:
-        """Has a shuffler, which may be another process by now, book the next round."""
-        settings, shuffler = self.settings, self._shufflers[number]
-        about = self._training.dimension, settings.plan.mixing, settings.sealing
-        length = message_length(*about)
-        shuffler.create_run(settings.run_id, settings.plan.to_json().encode(), length)
-        if number in self._unended:
-            shuffler.end_round(settings.run_id, self._unended[number])
-            del self._unended[number]
-        shuffler.reserve(settings.run_id)
-
-    def _at_each(
-        self,
-        numbers: list[int],
-        call: Callable[[int], _T],
-        failed: dict[int, ShufflerError],
-        meanwhile: Callable[[Callable[[], bool]], None] = lambda done: None,
-    ) -> dict[int, _T]:
-        """What a call gives at each of these shufflers, none of which waits for another.
-
-        Errors that may pass go into `failed`. `meanwhile` gets a function: whether all are done.
-        """
-        results = {}
-        with ThreadPoolExecutor(len(numbers) or 1) as pool:
-            calls = {number: pool.submit(call, number) for number in numbers}
-            meanwhile(lambda: all(each.done() for each in calls.values()))
-        for number, each in calls.items():
-            with self._passing(number, failed):
-                results[number] = each.result()
-        return results
-
-    @contextlib.contextmanager
-    def _passing(self, number: int, failed: dict[int, ShufflerError]) -> Iterator[None]:
-        """With patience, notes a shuffler's error if it may pass; raises any other."""
-        try:
-            yield
-        except ShufflerError as error:
-            refused = isinstance(error, ShufflerRefused) and error.reason not in _PASSING
-            if refused or not self._patient:
-                raise
-            log.warning("shuffler %d: %s", number + 1, error)
-            failed[number] = error
-
-    def _play(self, round: int, trained: nn.Module) -> PlayedRound:
+    def _play(
+        self, round: int, trained: nn.Module, nodes: list[int], parts: Sequence[ShufflerRound]
+    ) -> PlayedRound:
         """Opens a round at every shuffler that has booked it, plays it, and fetches what there is.
 
         A silent node costs nothing where ε counts on no other users: the batch is released with
         whoever sent. Otherwise ε is that of `least_present` users mixing, so that a batch with
         fewer of them is destroyed unseen. What one shuffler loses is lost for its users alone.
-
-        In a simulation, a round that an interrupt cuts short is destroyed as a whole: it holds
-        reports of nodes that are not counted as present, and its mean would be wrong. So is one in
-        which a node failed, which ends the run.
         """
-        settings, plan = self.settings, self.settings.plan
-        model, digest = ArrayRecord(sent(trained)), model_digest(sent(trained))
+        settings, state = self.settings, sent(trained)
         private_key, public_key = generate_key_pair(settings.sealing)
-        header = RoundHeader(settings.run_id, round, digest, plan.digest(), key_digest(public_key))
-        lost: dict[int, ShufflerError] = {}
-
-        def open_at(number: int) -> bytes:
-            self._unended[number] = round
-            return self._shufflers[number].open_round(header.run_id, round, digest, public_key)
-
-        nonces = self._at_each(list(self._ready), open_at, lost)
-        nodes = sorted(node for number in nonces for node in self._ready[number])
-        seconds = settings.round_timeout
-        answers = broadcast(self._grid, nodes, header, public_key, model, seconds)
-        closed = self._close(round, list(nonces), answers, lost)
-        absent = {name for each in closed.values() for name in each.absent}
-        self._fleet.note(answers, absent)
-        for line in errors_told(round, answers.errors, self._fleet.name_of):
-            log.error("%s", line)
-        if not self._patient and answers.errors and not self._stop():
-            node, why = next(iter(answers.errors.items()))
-            raise NodeFailed(f"round {round}, {self._why(round, node, why)}")
-        there = self._fleet.users_of(answers.received)
-        if plan.cover and self._patient:
-            there = Counter({number: each.senders for number, each in closed.items()})
-            for number in self._untrue(closed, lost):
-                del closed[number], there[number]
-        parts: dict[int, Aggregate] = {}
-        fetched: list[int] = []
-        doubts: list[str] = []
-        for number, each in closed.items():
-            if each.outcome is Outcome.RELEASABLE:
-                with self._passing(number, lost):
-                    own = dataclasses.replace(header, nonce=nonces[number])
-                    part = self._fetch(number, own, private_key, there[number])
-                    fetched.append(number)
-                    if isinstance(part, Aggregate):
-                        parts[number] = part
-                    else:
-                        doubts.append(f"round {round}, shuffler {number + 1}: {part}")
-                        log.warning("%s", doubts[-1])
-                    if plan.mixing == "sum":  # what nodes have sealed, not what a shuffler says
-                        there[number] = part.reports
-        del private_key  # overwritten: nobody can open this round's reports again
-        outcomes = [_OUTCOMES[each.outcome] for each in closed.values()]
-        outcome: RoundOutcome = (
-            "released" if parts else "lost" if lost or fetched else min(outcomes)
+        header = RoundHeader(
+            run_id=settings.run_id,
+            round=round,
+            model_digest=model_digest(state),
+            plan_digest=settings.plan.digest(),
+            key_digest=key_digest(public_key),
         )
-        if parts or not fetched:  # whoever spoils sums spends rounds, and ends no run
-            self._fail_if_in_vain(round, outcome, [*answers.errors.values(), *lost.values()])
-        users = sum(there[number] for number in parts) or there.total()
-        silent = len(self._fleet.known) - len(answers.received)
-        releasable = [number for number, it in closed.items() if it.outcome is Outcome.RELEASABLE]
-        smallest = min((there[number] for number in releasable), default=0)
-        aggregate = _together([(part, there[number]) for number, part in parts.items()])
-        for number, part in parts.items():
-            if plan.mixing == "shuffle":
-                self._counts.add(number, part.reports + part.rejected, there[number])
-            else:
-                self._counts.add_sum(number, part.length, there[number], self._training.dimension)
-        if doubt := self._counts.doubt:
-            log.warning("%s", doubt)
-            doubts.append(doubt)
-        return PlayedRound(outcome, aggregate, users, smallest, silent, "; ".join(doubts))
+        _at_each(parts, lambda each: each.open(header, public_key))
+        opened = {each.number: each for each in parts if each.error is None}
+        asked = [node for node in nodes if self._fleet.shuffler_of(node) in opened]
+        seconds, model = self._policy.round_timeout, ArrayRecord(state)
+        answers = broadcast(self._grid, asked, header, public_key, model, seconds)
+        self._close(list(opened.values()), answers)
+        self._note(round, list(opened.values()), answers)
+        answered = self._fleet.users_of(answers.received)
+        for number, each in opened.items():
+            each.fetch(private_key, answered[number], self._fleet.agreed_at(number))
+        del private_key  # overwritten: nobody can open this round's reports again
+        return self._together(round, parts, answers)
 
-    def _untrue(self, closed: dict[int, Closed], lost: dict[int, ShufflerError]) -> Iterator[int]:
-        """Shufflers that say that fewer users sent than a release takes, or more than may."""
-        for number, each in [*closed.items()]:
-            releasable, most = each.outcome is Outcome.RELEASABLE, self._fleet.most_at(number)
-            least = self.settings.plan.fewest_present if releasable else 0
-            if not least <= each.senders <= most:
-                lost[number] = ShufflerError(
-                    f"it says that {each.senders} users sent; possible are {least} to {most}"
-                )
-                log.warning("shuffler %d: %s", number + 1, lost[number])
-                yield number
+    def _close(self, parts: Sequence[ShufflerRound], answers: Exchange) -> None:
+        """Waits until the shufflers say that the round is over; meanwhile hears the nodes.
 
-    def _close(
-        self, round: int, numbers: list[int], answers: Exchange, lost: dict[int, ShufflerError]
-    ) -> dict[int, Closed]:
-        """What became of a round at each of these shufflers, which say when it is over.
-
-        Meanwhile the nodes' answers are heard. A simulated round has no window, and is over when
-        all of them are there.
+        A simulated round has no window, and is over when all nodes have answered. One that an
+        interrupt cuts short is destroyed as a whole: it holds reports of nodes that are not counted
+        as present, and its mean would be wrong. So is one in which a node failed, which ends the
+        run.
         """
-        settings, plan = self.settings, self.settings.plan
         unwanted: set[int] = set()
-        if not self._patient:
+        if self._policy.absence_is_fatal:
             answers.wait(lambda: self._waiting_is_over() or bool(answers.errors))
             cut_short = bool(answers.errors or (self._stop() and answers.waiting))
-            there = self._fleet.users_of(answers.received)
-            unwanted = {
-                each for each in numbers if cut_short or not plan.enough_present(there[each])
-            }
-        window = plan.window.seconds if plan.window is not None else 0.0
-
-        def close_at(number: int) -> Closed:
-            shuffler = self._shufflers[number]
-            if number in unwanted:
-                shuffler.end_round(settings.run_id, round)
-            return self._again(shuffler.close_round, settings.run_id, round, window)
-
-        closed = self._at_each(numbers, close_at, lost, answers.wait)
+            there = self._fleet.users_of(answers.received).items()
+            enough = self.settings.plan.enough_present
+            unwanted = {number for number, users in there if cut_short or not enough(users)}
+        _at_each(parts, lambda each: each.close(each.number in unwanted), answers.wait)
         answers.hear()
-        return closed
 
-    def _fetch(
-        self, number: int, header: RoundHeader, private_key: PrivateKey, users: int
-    ) -> Aggregate | SpoiledBatch:
-        """Aggregates a shuffler's batch and has it destroyed; returns why it is not used if so."""
-        shuffler, settings = self._shufflers[number], self.settings
-        about = settings.plan, self._training.dimension
-        patience = _SHUFFLER_SECONDS if self._patient else 0.0
-        batch = header, shuffler.release(header.run_id, header.round, patience)
-        aggregate: Aggregate | SpoiledBatch
-        try:
-            if settings.plan.mixing == "sum":
-                # The streams of the shufflers' own draws have other seeds.
-                (noise,) = self._randomness.blanket_noise(
-                    header.round, np.array([number]), self._training.dimension
-                )
-                expected: Expected | None = None
-                if settings.agreed is not None:
-                    authority = shuffler.credentials.authority
-                    expected = Expected(self._fleet.expected_at(number), authority)
-                aggregate = aggregate_sum(batch, private_key, *about, noise, expected)
-            else:
-                own = settings.make_aggregator(*about)
-                aggregate = aggregate_reports([batch], private_key, *about, own, users)
-        except SpoiledBatch as spoiled:
-            aggregate = spoiled
-        except ShufflerError:
-            raise
-        except (Exception, SystemExit) as error:  # whatever the reader's aggregator does
+    def _note(self, round: int, parts: Sequence[ShufflerRound], answers: Exchange) -> None:
+        """Remembers and tells which nodes have failed.
+
+        Raises:
+            NodeFailed: in a simulation, one has.
+        """
+        closed = [each.closed for each in parts if each.closed is not None]
+        self._fleet.note(answers, absent={name for each in closed for name in each.absent})
+        told = errors_told(round, answers.errors, self._fleet.name_of)
+        for line in told:
+            log.error("%s", line)
+        if told and self._policy.absence_is_fatal and not self._stop():
+            raise NodeFailed(told[0])
+
+    def _together(
+        self, round: int, parts: Sequence[ShufflerRound], answers: Exchange
+    ) -> PlayedRound:
+        """What a round came to at all shufflers."""
+        outcomes = {each.outcome for each in parts}
+        outcome = next((each for each in _FIRST if each in outcomes), RoundOutcome.DISCARDED)
+        released = [(each, each.part) for each in parts if each.part is not None]
+        spoiled = {each.number: each.spoiled for each in parts if each.spoiled}
+        if released or not spoiled:  # whoever spoils sums spends rounds, and ends no run
+            reasons = [*answers.errors.values(), *(each.error for each in parts if each.error)]
+            self._fail_if_in_vain(round, outcome, reasons)
+        doubts = [f"round {round}, shuffler {n + 1}: {why}" for n, why in spoiled.items()]
+        doubts += [
+            f"shuffler {each.number + 1} {each.counts.doubt}"
+            for each in self.parts
+            if each.counts.doubt
+        ]
+        for doubt in doubts:
+            log.warning("%s", doubt)
+        return PlayedRound(
+            outcome=outcome,
+            aggregate=_mean_of([(part, each.users) for each, part in released]),
+            users_present=sum(
+                each.users for each in parts if each.part is not None or not released
+            ),
+            smallest_crowd=min((each.users for each in parts if each.is_releasable), default=0),
+            silent_nodes=len(self._fleet.known) - len(answers.received),
+            doubt="; ".join(doubts),
+        )
+
+    def _fail_if_in_vain(
+        self, round: int, outcome: RoundOutcome, reasons: Sequence[object]
+    ) -> None:
+        """Ends a run on real machines of which no round is released any more."""
+        self._in_vain = 0 if outcome is RoundOutcome.RELEASED else self._in_vain + 1
+        fatal = self._policy.absence_is_fatal
+        if self._in_vain == MOST_IN_VAIN and not fatal and not self._stop():
             raise RoundFailed(
-                f"round {header.round}: the aggregator failed: {type(error).__name__}: {error}"
-            ) from error
-        with self._passing(number, {}):
-            shuffler.end_round(header.run_id, header.round)
-            del self._unended[number]
-        return aggregate
-
-    def _again(self, call: Callable[..., _T], *arguments: object) -> _T:
-        """Calls a shuffler; with patience, for a minute while it is away."""
-        retries: Retries | None = None
-        while True:
-            try:
-                return call(*arguments)
-            except ShufflerUnavailable as error:
-                seconds = _SHUFFLER_SECONDS if self._patient else 0.0
-                retries = retries or Retries(time.monotonic() + seconds)
-                retries.wait(error)
-
-    def _why(self, round: int, node: int, reason: str) -> str:
-        return f"{self._fleet.name_of(node)}: {reason.removeprefix(f'round {round}, ')}"
-
-    def _fail_if_in_vain(self, round: int, outcome: RoundOutcome, reasons: list[object]) -> None:
-        """Ends the run, with patience, when no round is released any more."""
-        self._in_vain = 0 if outcome == "released" else self._in_vain + 1
-        if self._patient and self._in_vain == MOST_IN_VAIN and not self._stop():
-            why = f": {reasons[0]}" if reasons else ": too few users sent"
-            raise RoundFailed(
-                f"{MOST_IN_VAIN} rounds in a row were not released, round {round} is {outcome}{why}"
+                f"{MOST_IN_VAIN} rounds in a row were not released, round {round} is {outcome}: "
+                f"{reasons[0] if reasons else 'too few users sent'}"
             )
 
 
-def _together(parts: list[tuple[Aggregate, int]]) -> Aggregate | None:
+def _at_each(
+    parts: Sequence[ShufflerRound],
+    step: Callable[[ShufflerRound], None],
+    meanwhile: Callable[[Callable[[], bool]], None] = lambda done: None,
+) -> None:
+    """Takes a step at each shuffler, none of which waits for another.
+
+    `meanwhile` gets a function that says whether all of them are done.
+    """
+    with ThreadPoolExecutor(len(parts) or 1) as pool:
+        steps = [pool.submit(step, each) for each in parts]
+        meanwhile(lambda: all(each.done() for each in steps))
+    for each in steps:
+        each.result()
+
+
+def _mean_of(parts: Sequence[tuple[Aggregate, int]]) -> Aggregate | None:
     """What several shufflers released, each estimate weighed by how many users were there."""
     if not parts:
         return None

@@ -16,9 +16,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from shufl.accounting import Ledger, PrivacyPlan
 from shufl.learning.evaluation import Measure
 from shufl.learning.trained import trained
-from shufl.protocol.outcomes import AgreedNode, Schedule, StoppedBy
-from shufl.server.aggregate import MakeAggregator, Mean
+from shufl.protocol.outcomes import Schedule, StoppedBy
+from shufl.server.aggregate import MakeAggregator
 from shufl.server.checkpoint import Checkpoint
+from shufl.server.policy import Deployed, Simulated
 from shufl.shuffler import AnyCredentials, Sealing
 
 
@@ -134,30 +135,16 @@ class ServerSettings(TrainingSettings):
     """The server's side of a run on Flower.
 
     Attributes:
-        nodes: fewest nodes that must be connected and have agreed to the plan before a round
-            begins; there must be more where a release takes more users.
+        policy: whether nodes and shufflers are simulated or real.
         shufflers: host:port of each shuffler, and a server's credentials there.
-        round_timeout: seconds to wait for answers.
         sealing: the suite that reports are sealed with.
-        patience: how many seconds to wait, before a round, for nodes that are away, refuse or fail,
-            and for shufflers that are away. 0: in simulation, where each of these ends the run.
-        agreed: gives what was agreed with each node, by its number; asked whenever a node comes,
-            because others may be added. None: in simulation, where nodes share the plan's users.
-        tell: takes a line for the operator.
         make_aggregator: begins what estimates the mean update of a shuffler's batch.
-        seed: of the server's own noise in sums, in simulation; None: the operating system's
-            entropy.
     """
 
-    nodes: int
+    policy: Simulated | Deployed
     shufflers: tuple[tuple[str, AnyCredentials], ...]
-    round_timeout: float
-    sealing: Sealing = "x25519"
-    patience: float = 0.0
-    agreed: Callable[[], dict[int, AgreedNode]] | None = None
-    tell: Callable[[str], None] = lambda line: None
-    make_aggregator: MakeAggregator = Mean
-    seed: int | None = None
+    sealing: Sealing
+    make_aggregator: MakeAggregator
 
 
 @dataclass(frozen=True)

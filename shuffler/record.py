@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.protocol import hash_chain
 
 EVENTS: dict[str, dict[str, type]] = {
     "created": {"server": str, "plan": str, "report_bytes": int},
     "opened": {"round": int, "commitment": str},
-    "released": {"round": int, "reports": int},
-    "below-minimum": {"round": int},
-    "discarded": {"round": int},
-    "lost": {"round": int},
+    **{outcome: {"round": int} for outcome in RoundOutcome},
+    RoundOutcome.RELEASED: {"round": int, "reports": int},
     "ended": {},
 }
 """What a line says beside its event and run: how a round ended, or that a run did.

@@ -26,7 +26,7 @@ from shufl.accounting.audit.attack import (
     delta_lower_bound,
 )
 from shufl.accounting.audit.placements import AttackedRound, Placement
-from shufl.clients import Announcement, ClientSettings, Node
+from shufl.clients import Announcement, ClientSettings, Node, Simulated
 from shufl.learning import LocalTraining, UserRecords
 from shufl.protocol import validation
 from shufl.server import Aggregate, Mean, aggregate_reports
@@ -128,13 +128,19 @@ def canary_rounds(
     """
     run_id = f"canary-{uuid.uuid4()}"
     settings = ClientSettings(
-        run_id=run_id,
+        policy=Simulated(
+            run_id=run_id,
+            seed=seed,
+            halting_round=plan.rounds,
+            ledger=lambda node: None,  # its rounds are repetitions of one
+            together=True,
+        ),
         plan=plan,
         make_model=_make_model,
         load_users=functools.partial(_load_users, canary, others, plan.mechanism.clip_norm),
         training=LocalTraining(),
         shufflers=((shuffler.address, shuffler.submit),),
-        seed=seed,
+        sealing="x25519",
     )
     node = make_node(settings)
     model = ArrayRecord(_make_model().state_dict())
@@ -154,13 +160,13 @@ def canary_rounds(
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue
             batch = replace(header, nonce=nonce), control.release(header.run_id, number)
-            about = private_key, plan, DIMENSION
             if of_sums:
-                aggregate = aggregate_sum(batch, *about, np.zeros(DIMENSION))
+                noise = np.zeros(DIMENSION)
+                aggregate = aggregate_sum(batch, private_key, plan, DIMENSION, noise, expected=None)
                 reports = aggregate.estimate[None] * (plan.check_in_rate * len(users))
             else:
                 mean = _MeanAndReports(plan, DIMENSION)
-                aggregate = aggregate_reports([batch], *about, mean, len(users))
+                aggregate = aggregate_reports(batch, private_key, plan, DIMENSION, mean, len(users))
                 reports = unit * np.stack(mean.reports)
             control.end_round(header.run_id, number)
             yield CanaryRound(reports, aggregate)

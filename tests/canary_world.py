@@ -27,4 +27,4 @@ class HalvedNoise(SeededRandomness):
 
 
 def node_with_halved_noise(settings):
-    return Node(settings, HalvedNoise(settings.seed))
+    return Node(settings, HalvedNoise(settings.policy.seed))

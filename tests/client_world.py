@@ -12,7 +12,16 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 from rounds import make_plan
-from shufl.clients import Announcement, ClientSettings, DeviceLedger, DeviceLimits, make_client_app
+from shufl.accounting import rounds_within_budget
+from shufl.clients import (
+    Announcement,
+    ClientSettings,
+    Deployed,
+    DeviceLedger,
+    DeviceLimits,
+    Simulated,
+    make_client_app,
+)
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.learning import LocalTraining
 from shufl.learning.trained import dimension, sent
@@ -100,15 +109,18 @@ class Round:
         self.control = control
         self.plan = plan(rate)
         self.settings = ClientSettings(
-            run_id=run_id,
+            policy=Simulated(
+                run_id=run_id, seed=3, halting_round=0, ledger=lambda node: None, together=True
+            ),
             plan=self.plan,
             make_model=make_model,
             load_users=load_users,
             training=LocalTraining(),
             shufflers=((address, credentials),),
-            seed=3,
+            sealing="x25519",
         )
-        self.settings = dataclasses.replace(self.settings, **changes)
+        self.change(halting_round=rounds_within_budget(self.plan))
+        self.change(**changes)
         model = self.settings.make_model()
         self.dimension = dimension(model)
         self.model = ArrayRecord(sent(model))
@@ -121,10 +133,19 @@ class Round:
             key_digest(self.public_key),
         )
 
+    def change(self, **changes):
+        """Changes settings, or what the policy among them says."""
+        policy = self.settings.policy
+        names = [field.name for field in dataclasses.fields(policy) if field.name in changes]
+        policy = dataclasses.replace(policy, **{name: changes.pop(name) for name in names})
+        self.settings = dataclasses.replace(self.settings, **{"policy": policy} | changes)
+
     def under(self, **changes):
         """The same round under a plan that differs."""
         self.plan = self.plan.replace(**changes)
-        self.settings = dataclasses.replace(self.settings, plan=self.plan)
+        self.change(plan=self.plan)
+        if isinstance(self.settings.policy, Simulated):
+            self.change(halting_round=rounds_within_budget(self.plan))
         self.header = dataclasses.replace(self.header, plan_digest=self.plan.digest())
         return self
 
@@ -133,7 +154,7 @@ class Round:
 
     def open(self):
         length = message_length(self.dimension, self.plan.mixing)
-        self.control.create_run(self.settings.run_id, self.plan.to_json().encode(), length)
+        self.control.create_run(self.header.run_id, self.plan.to_json().encode(), length)
         about = self.header.run_id, self.header.round, self.header.model_digest, self.public_key
         self.header = dataclasses.replace(self.header, nonce=self.control.open_round(*about))
         return self
@@ -142,8 +163,8 @@ class Round:
         """The same round for a real machine, whose ledger is at `place`, and of all users."""
         self.under(cover=True, users=users, least_present=users, window=window)
         ledger = DeviceLedger(place, DeviceLimits(most_epsilon=1e9, delta=1e-5, accountant="local"))
-        about = {"seed": None, "users": users, "ledger": lambda number: ledger} | changes
-        self.settings = dataclasses.replace(self.settings, **about)
+        self.change(policy=Deployed(number=0, users=users, device=ledger))
+        self.change(**changes)
         return self
 
     def begin(self, node, model=None):
@@ -151,7 +172,7 @@ class Round:
         about = self.header.run_id, self.header.round, self.header.plan_digest
         announced = Announcement(*about, self.public_key, 60.0)
         prepared = node.prepare(announced, model or self.model)
-        node.take_part(np.arange(self.settings.users), prepared)
+        node.take_part(np.arange(self.settings.policy.users), prepared)
         return prepared
 
     def show(self, state):

@@ -207,7 +207,7 @@ def copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
         if target.exists() and target.stat().st_size == archive.stat().st_size:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        with archive.open("rb") as source, whole_file(target, durable=False, shared=True) as copy:
+        with archive.open("rb") as source, whole_file(target, shared=True) as copy:
             shutil.copyfileobj(source, copy)
 
 

@@ -194,7 +194,7 @@ def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
         if (free := shutil.disk_usage(path.parent).free) < size:
             raise OSError(f"{free / 1e9:.2g} GB are free")
         tensors = _compute(dataset, name, shape)
-        with whole_file(path, durable=False, shared=True) as file:
+        with whole_file(path, shared=True) as file:
             save_tensors(tensors, file)
         return torch.load(path, mmap=True, weights_only=True)
     except OSError as error:

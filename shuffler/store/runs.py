@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.protocol.mechanisms import Randomness, SystemRandomness
 from shufl.protocol.mechanisms.summed import whole_noise
 from shufl.protocol.plan import Plan
@@ -47,10 +48,9 @@ _LEASE_SECONDS = 60.0
 _ABSENT_ROUNDS = 3  # without a report, after which a node is named
 
 _OVER = {
-    "released": Outcome.RELEASABLE,
-    "below-minimum": Outcome.BELOW_MINIMUM,
-    "discarded": Outcome.DISCARDED,
-    "lost": None,
+    RoundOutcome.RELEASED: Outcome.RELEASABLE,
+    RoundOutcome.BELOW_MINIMUM: Outcome.BELOW_MINIMUM,
+    RoundOutcome.DISCARDED: Outcome.DISCARDED,
 }
 
 
@@ -106,7 +106,7 @@ class RunStore:
             for line in self._record.read():
                 self._read(line, lost)
             for run_id, number in sorted(lost):
-                self._record.append("lost", run_id, round=number)
+                self._record.append(RoundOutcome.LOST, run_id, round=number)
         except (ShufflerRefused, KeyError) as error:
             self._record.close()
             raise ValueError(f"{self._record.path} is another version's: {error}") from None
@@ -209,7 +209,7 @@ class RunStore:
             if enough:
                 entry.outcome, entry.waits_since = Outcome.RELEASABLE, time.monotonic()
             else:
-                self._end(run, entry, "below-minimum")
+                self._end(run, entry, RoundOutcome.BELOW_MINIMUM)
         if entry.outcome is None:
             raise ShufflerRefused(Refusal.BATCH_LOST)
         return Closed(entry.outcome, entry.senders, entry.absent)
@@ -234,7 +234,7 @@ class RunStore:
         if entry.batch is None:
             raise ShufflerRefused(Refusal.ALREADY_RELEASED)
         if not entry.released:
-            self._append("released", run_id, round=number, reports=entry.batch.count)
+            self._append(RoundOutcome.RELEASED, run_id, round=number, reports=entry.batch.count)
             entry.released = True
         return entry.batch
 
@@ -242,7 +242,8 @@ class RunStore:
         """Destroys the batch of a round, if it is still here."""
         run, entry = self._entry(run_id, number)
         if entry.batch is not None:
-            self._end(run, entry, "released" if entry.released else "discarded")
+            ended = RoundOutcome.RELEASED if entry.released else RoundOutcome.DISCARDED
+            self._end(run, entry, ended)
 
     def end_old_rounds(self, seconds: float) -> None:
         """Destroys batches that have waited so long for the server, and leases that are over."""
@@ -337,12 +338,12 @@ class RunStore:
         often = (name for name in entry.agreed if run.without_report[name] >= _ABSENT_ROUNDS)
         return tuple(sorted(often))
 
-    def _end(self, run: Run, entry: Round, event: str) -> None:
+    def _end(self, run: Run, entry: Round, ended: RoundOutcome) -> None:
         """Destroys a batch; how its round ended is in the record before."""
         assert entry.batch is not None
         if not entry.released:
-            self._append(event, run.run_id, round=entry.number)
-        entry.outcome = _OVER[event]
+            self._append(ended, run.run_id, round=entry.number)
+        entry.outcome = _OVER[ended]
         entry.batch.close()
         entry.batch = None
 

@@ -34,16 +34,27 @@ class ControlClient(Connection):
     another server created the run.
     """
 
-    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        credentials: AnyCredentials,
+        timeout: float = 60.0,
+        patience: float = 0.0,
+    ) -> None:
         """Remembers where the shuffler is; connects with the first call.
 
-        The credentials are a server's; `timeout` is the longest wait in seconds for one answer, or
-        one part of a release.
+        Args:
+            address: the shuffler's `HOST:PORT`.
+            credentials: a server's.
+            timeout: longest wait in seconds for one answer, or one part of a release.
+            patience: for how many seconds `close_round`, `release` and `end_run` ask again where
+                the shuffler does not answer.
 
         Raises:
             ValueError: the address is malformed.
         """
         super().__init__(address, credentials, timeout)
+        self._patience = patience
 
     def create_run(self, run_id: str, plan: bytes, report_bytes: int) -> str:
         """Registers a run with its plan; the same call again changes nothing.
@@ -105,8 +116,8 @@ class ControlClient(Connection):
             ShufflerRefused: `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
         """
         request = shuffler_pb2.CloseRoundRequest(run_id=run_id, round=round)
-        patience = window + max(self.timeout, _BLANKET_SECONDS)
-        reply = self._call("CloseRound", request, patience)
+        longest = window + max(self.timeout, _BLANKET_SECONDS)
+        reply = self._call("CloseRound", request, longest, self._patience)
         try:
             return Closed(Outcome(reply.outcome), reply.senders, tuple(reply.absent))
         except ValueError:
@@ -123,24 +134,24 @@ class ControlClient(Connection):
             if refused.reason not in _NOTHING_THERE:
                 raise
 
-    def release(self, run_id: str, round: int, patience: float = 0.0) -> Iterator[bytes]:
+    def release(self, run_id: str, round: int) -> Iterator[bytes]:
         """The sealed reports of a closed round in uniformly random order.
 
         Called again it gives the same reports in the same order, until the round is ended. Where
-        the connection breaks it is asked again, for `patience` seconds, and goes on after the
-        report that came last. Nothing is asked before the first iteration.
+        the connection breaks it goes on after the report that came last. Nothing is asked before
+        the first iteration.
 
         Raises:
             ShufflerRefused: `ROUND_NOT_CLOSED`, `BELOW_MINIMUM`, `DISCARDED`, `ALREADY_RELEASED`,
                 `UNKNOWN_RUN`, `RUN_ENDED`, `UNKNOWN_ROUND`, `BATCH_LOST`.
             ShufflerUnavailable: what came before is not all.
         """
-        retries, done = Retries(time.monotonic() + patience), 0
+        retries, done = Retries(time.monotonic() + self._patience), 0
         while True:
             try:
                 for sealed in itertools.islice(self._release(run_id, round), done, None):
                     yield sealed
-                    done, retries = done + 1, Retries(time.monotonic() + patience)
+                    done, retries = done + 1, Retries(time.monotonic() + self._patience)
             except ShufflerUnavailable as error:
                 retries.wait(error)
             else:
@@ -179,9 +190,17 @@ class ControlClient(Connection):
         Raises:
             ShufflerRefused: `UNKNOWN_RUN`.
         """
-        self._call("EndRun", shuffler_pb2.EndRunRequest(run_id=run_id))
+        self._call("EndRun", shuffler_pb2.EndRunRequest(run_id=run_id), patience=self._patience)
 
-    def _call(self, name: str, request: Any, timeout: float | None = None) -> Any:
-        method = getattr(Stub("Control", self.connected()), name)
-        with self.errors():
-            return method(request, timeout=timeout or self.timeout)
+    def _call(
+        self, name: str, request: Any, timeout: float | None = None, patience: float = 0.0
+    ) -> Any:
+        retries: Retries | None = None
+        while True:
+            method = getattr(Stub("Control", self.connected()), name)
+            try:
+                with self.errors():
+                    return method(request, timeout=timeout or self.timeout)
+            except ShufflerUnavailable as error:
+                retries = retries or Retries(time.monotonic() + patience)
+                retries.wait(error)

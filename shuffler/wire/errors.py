@@ -27,7 +27,11 @@ class Verdict(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How a round ended; the numbers are those of `shuffler.proto`."""
+    """What closing a round came to; the numbers are those of `shuffler.proto`.
+
+    It is not how the round ended (`RoundOutcome`): a batch that is `RELEASABLE` has still to be
+    fetched, and may be discarded or lost before.
+    """
 
     RELEASABLE = 1
     BELOW_MINIMUM = 2

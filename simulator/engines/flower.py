@@ -16,6 +16,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from shufl import clients, server
 from shufl.clients import ClientSettings, make_client_app
 from shufl.learning.configured import check_model_size
 from shufl.learning.section import ConfigError, one_line
@@ -26,10 +27,10 @@ from shufl.server import (
     NodeFailed,
     Observe,
     RoundFailed,
+    RoundLoop,
     RunEnd,
     ServerSettings,
     TrainingSettings,
-    make_server_app,
 )
 from shufl.shuffler import ShufflerProcess
 from shufl.simulator.engines.base import check_cpus, check_draws, running_ray
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from shufl.learning.config import Config
     from shufl.results.experiment import Experiment
 
+_START_SECONDS = 600.0  # for nodes to start and load their data, at least
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
 
 _ADVICE = {
@@ -68,18 +70,21 @@ class FlowerEngine:
         plan.check_dimension(experiment.parameters, plan.users // simulation.nodes)
         self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
         self._keys, self._shuffler = simulation, experiment.config.shuffler
-        self._carried = experiment.carried
+        self._carried, self._seed = experiment.carried, experiment.seed
         self._make_aggregator = experiment.make_aggregator
-        self._seed = experiment.seed
         self._client_settings = functools.partial(
             ClientSettings,
             plan=plan,
             make_model=experiment.make_model,
             load_users=experiment.load_users,
             training=experiment.local_training,
+            sealing=experiment.config.shuffler.sealing,
+        )
+        self._policy = functools.partial(
+            clients.Simulated,
             seed=experiment.seed,
+            halting_round=experiment.halting_round,
             together=experiment.together,
-            last_round=experiment.halting_round,
         )
 
     @staticmethod
@@ -121,25 +126,30 @@ class FlowerEngine:
                 carried.put_in_ray()
             for each in shufflers:
                 each.wait()
-            server_app = make_server_app(
-                ServerSettings(
-                    **vars(training),
+            server_settings = ServerSettings(
+                **vars(training),
+                policy=server.Simulated(
                     nodes=keys.nodes,
-                    shufflers=tuple((each.address, each.control) for each in shufflers),
+                    patience=max(_START_SECONDS, keys.round_timeout),
                     round_timeout=keys.round_timeout,
-                    sealing=self._shuffler.sealing,
-                    make_aggregator=self._make_aggregator,
                     seed=self._seed,
+                    shufflers_gone=lambda: not all(shuffler.alive for shuffler in shufflers),
                 ),
-                observe,
-                results.append,
-                stop.is_set,
-                lambda: not all(shuffler.alive for shuffler in shufflers),
+                shufflers=tuple((each.address, each.control) for each in shufflers),
+                sealing=self._shuffler.sealing,
+                make_aggregator=self._make_aggregator,
             )
+            server_app = ServerApp()
+
+            @server_app.main()
+            def main(grid: Grid, context: Context) -> None:
+                results.append(RoundLoop(server_settings, grid, observe, stop.is_set).run())
+
             client_app = make_client_app(
                 self._client_settings(
-                    run_id=training.run_id,
-                    ledger=functools.partial(simulated_device, devices),
+                    policy=self._policy(
+                        run_id=training.run_id, ledger=functools.partial(simulated_device, devices)
+                    ),
                     shufflers=tuple((each.address, each.submit) for each in shufflers),
                 )
             )

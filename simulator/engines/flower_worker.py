@@ -14,14 +14,14 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from shufl.clients import DeviceLedger
+from shufl.clients import SimulatedLedger
 from shufl.learning.section import make_importable
 from shufl.simulator.engines.memory import keep_freed_memory
 
 
-def simulated_device(devices: Path, node: int) -> DeviceLedger:
+def simulated_device(devices: Path, node: int) -> SimulatedLedger:
     """The ledger of a simulated node, as a real device has one."""
-    return DeviceLedger(devices / f"node-{node}.db")
+    return SimulatedLedger(devices / f"node-{node}.db")
 
 
 def leased(client_app: ClientApp, lease: Path, path: list[str]) -> ClientApp:

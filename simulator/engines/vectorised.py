@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.config import VectorisedKeys
 from shufl.learning.section import READERS_ERRORS, ConfigError, one_line
 from shufl.learning.trained import frozen_digest, sent
@@ -207,8 +208,8 @@ class VectorisedRounds:
                 f"privacy.least_present, which is {plan.least_present}"
             )
         if not released:
-            present = int(crowds.sum())
-            return PlayedRound("below-minimum" if enough.any() else "discarded", None, present, 0)
+            outcome = RoundOutcome.BELOW_MINIMUM if enough.any() else RoundOutcome.DISCARDED
+            return PlayedRound(outcome, None, int(crowds.sum()), 0)
         users = users[np.isin(shufflers, released)]
         added = [(number, 0, blankets[number]) for number in released]
         present = int(crowds[released].sum())
@@ -221,7 +222,8 @@ class VectorisedRounds:
         mean = Mean(plan, settings.dimension)
         mean.add(total)
         aggregate = Aggregate(mean.result(present), count, 0, {})
-        return PlayedRound("released", aggregate, present, int(crowds[released].min()))
+        smallest = int(crowds[released].min())
+        return PlayedRound(RoundOutcome.RELEASED, aggregate, present, smallest)
 
     def _noise(self, round: int, senders: int, shufflers: int) -> np.ndarray:
         """The noise of the reports' sum, in their units; with sums also shufflers' and server's."""

@@ -70,7 +70,7 @@ class BesideACheat:
     honest = 1
 
     def __init__(self, settings):
-        self._nodes = Node(settings), Node(settings, NoNoise(settings.seed))
+        self._nodes = Node(settings), Node(settings, NoNoise(settings.policy.seed))
 
     def prepare(self, announced, model):
         return [node.prepare(announced, model) for node in self._nodes]

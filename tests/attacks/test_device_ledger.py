@@ -25,6 +25,7 @@ from shufl.clients import (
     DeviceLedger,
     DeviceLimits,
     RoundRefused,
+    SimulatedLedger,
     app,
     load_device,
     serve_device,
@@ -80,7 +81,7 @@ def test_an_open_round_announced_under_many_contexts_flips_one_coin(tmp_path):
     """Flower's context is new each time, and the node has been started again in between."""
     with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
         place, where = tmp_path / "device.db", (shuffler.address, shuffler.submit)
-        round = Round(*where, control, "contexts", ledger=lambda _: DeviceLedger(place)).open()
+        round = Round(*where, control, "contexts", ledger=lambda _: SimulatedLedger(place)).open()
         reply_content(round.announce())
         for attempt in range(5):
             moved = tmp_path / f"moved-{attempt}.db"
@@ -127,7 +128,7 @@ def test_the_owners_budget_holds_over_all_runs(tmp_path):
     ]  # fmt: skip
     assert all("has had its 20 rounds" in why for *_, why in accepted[:3])
     assert all("epsilon up to" in why for *_, why in accepted[3:])
-    assert [run.offered for run in DeviceLedger(path).offered()] == [20] * 3
+    assert [run.offered for run in SimulatedLedger(path).offered()] == [20] * 3
 
 
 def test_a_plan_chosen_by_the_first_runs_release_is_charged_beside_it(tmp_path):
@@ -210,7 +211,7 @@ def test_an_offer_costs_as_much_whatever_was_offered_before(tmp_path, monkeypatc
 
 
 def test_a_run_has_one_plan_and_its_rounds_rise(tmp_path):
-    ledger = DeviceLedger(tmp_path / "device.db")
+    ledger = SimulatedLedger(tmp_path / "device.db")
     other = PLAN.replace(check_in_rate=1.0)
     ledger.offer(header(3), PLAN, 20)
     for given, plan, message in (
@@ -237,7 +238,7 @@ def test_a_round_beyond_those_that_are_charged_is_refused_whatever_came_before(t
 def test_a_ledger_of_an_older_plan_format_still_counts(tmp_path):
     """Its plans have fewer keys, and what they cost is not forgotten."""
     path = tmp_path / "device.db"
-    DeviceLedger(path).offer(header(3), PLAN, 20)
+    SimulatedLedger(path).offer(header(3), PLAN, 20)
     with sqlite3.connect(path) as rows:
         ((text,),) = rows.execute("SELECT plan FROM runs").fetchall()
         older = text.replace('"participation":"check-in",', "")
@@ -246,10 +247,10 @@ def test_a_ledger_of_an_older_plan_format_still_counts(tmp_path):
         checksum = hashlib.sha256(told.encode()).hexdigest()
         rows.execute("UPDATE runs SET plan = ?, checksum = ?", (older, checksum))
         rows.execute("DROP TABLE allocations")
-    ledger = DeviceLedger(path)
+    ledger = SimulatedLedger(path)
     assert [run.plan for run in ledger.offered()] == [PLAN]
     ledger.offer(header(4), PLAN, 20)
-    assert [run.offered for run in DeviceLedger(path).offered()] == [2]
+    assert [run.offered for run in SimulatedLedger(path).offered()] == [2]
 
 
 @pytest.mark.parametrize(
@@ -307,34 +308,36 @@ def test_what_was_offered_survives_kill_9(tmp_path):
         process.kill()
         answered = len(first + process.stdout.readlines())
     assert process.returncode == -signal.SIGKILL
-    (run,) = DeviceLedger(path).offered()
+    (run,) = SimulatedLedger(path).offered()
     assert run.offered >= answered >= 25
     for number in (1, answered):
         with pytest.raises(RoundRefused, match="round must be above"):
-            DeviceLedger(path).offer(header(number), PLAN, 10**5)
+            SimulatedLedger(path).offer(header(number), PLAN, 10**5)
 
 
 def test_no_deployed_node_has_a_ledger_without_an_owners_limits(tmp_path):
-    round = Round("127.0.0.1:1", None, None, "run")
-    unlimited = DeviceLedger(tmp_path / "device.db")
-    settings = round.deployed(unlimited.path, ledger=lambda number: unlimited).settings
-    with pytest.raises(ValueError, match="ledger needs the limits of the device's owner"):
-        serve_device(settings, tmp_path / "socket", threading.Event(), threading.Event())
+    round, never = Round("127.0.0.1:1", None, None, "run"), threading.Event()
+    unlimited = SimulatedLedger(tmp_path / "device.db")
+    settings = round.deployed(unlimited.path, device=unlimited).settings
+    for each in (settings, Round("127.0.0.1:1", None, None, "run").settings):
+        with pytest.raises(ValueError, match="a ledger with the limits of the device's owner"):
+            serve_device(each, tmp_path / "socket", never, never)
 
 
 def test_an_owners_ledger_waits_for_the_disk(tmp_path):
     """So that a machine that loses power forgets no round; one that is simulated need not."""
-    for path, owner, level in (("owned.db", limits(), 3), ("simulated.db", None, 0)):
-        with DeviceLedger(tmp_path / path, owner)._rows("rw") as rows:
+    owned = DeviceLedger(tmp_path / "owned.db", limits())
+    for ledger, level in ((owned, 3), (SimulatedLedger(tmp_path / "simulated.db"), 0)):
+        with ledger._rows("rw") as rows:
             assert rows.execute("PRAGMA synchronous").fetchone() == (level,)
 
 
 def test_a_ledger_that_cannot_be_read_or_written_is_no_reason_to_go_on(tmp_path):
     with pytest.raises(ValueError, match="No such file or directory"):
-        DeviceLedger(tmp_path / "missing" / "device.db")
+        DeviceLedger(tmp_path / "missing" / "device.db", limits())
     (tmp_path / "device.db").write_bytes(b"no database" * 1000)
     with pytest.raises(ValueError, match=r"ledger .* cannot be used: file is not a database"):
-        DeviceLedger(tmp_path / "device.db")
+        DeviceLedger(tmp_path / "device.db", limits())
     ledger = DeviceLedger(tmp_path / "good.db", limits())
     ledger.path.unlink()
     with pytest.raises(ValueError, match=r"ledger .* cannot be used: unable to open"):

@@ -69,5 +69,5 @@ def test_no_more_reports_are_read_than_there_are_users_and_blankets():
     junk = (read.append(number) or b"junk" for number in itertools.count())
     most = 50 + plan.most_blankets
     with pytest.raises(SpoiledBatch, match=f"a batch must have at most {most} reports"):
-        aggregate_reports([(header, junk)], private, plan, 4, Mean(plan, 4), 50)
+        aggregate_reports((header, junk), private, plan, 4, Mean(plan, 4), 50)
     assert len(read) == most + 1

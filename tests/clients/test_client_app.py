@@ -20,7 +20,7 @@ from client_world import (
 )
 from shuffler_world import ShufflerHere
 from shufl.accounting import rounds_within_budget
-from shufl.clients import DeviceLedger, ReportFailed, RoundRefused
+from shufl.clients import ReportFailed, RoundRefused, SimulatedLedger
 from shufl.clients import app as client_app
 from shufl.learning import LocalTraining, local_update
 from shufl.learning.update import user_updates
@@ -47,7 +47,7 @@ def shuffler():
 
 @pytest.fixture
 def ledger(tmp_path):
-    return lambda node: DeviceLedger(tmp_path / f"node-{node}.db")
+    return lambda node: SimulatedLedger(tmp_path / f"node-{node}.db")
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
     nobody = Round(
         *nobody.settings.shufflers[0],
         nobody.control,
-        nobody.settings.run_id + "-nobody",
+        nobody.header.run_id + "-nobody",
         1e-9,
     ).open()
     without_reports = reply_content(nobody.announce())
@@ -230,8 +230,9 @@ def test_a_round_that_was_not_agreed_is_refused_before_any_coin(make_round, chan
     assert round.released() == []
 
 
-def test_the_clients_own_accountant_ends_the_rounds(make_round):
-    round = make_round(rate=1.0)
+def test_the_clients_own_accountant_ends_the_rounds(make_round, tmp_path):
+    """Of a real node; that of a simulation is told."""
+    round = make_round(rate=1.0).deployed(tmp_path / "device.db")
     last = rounds_within_budget(round.plan)
     assert 1 <= last < round.plan.rounds
     with pytest.raises(RoundRefused, match=f"in 1 to {last}, where the privacy budget ends"):
@@ -287,7 +288,7 @@ def test_a_process_keeps_the_node_of_its_last_run_and_closes_the_one_before(make
     for round in rounds:
         round.announce()
         (node,) = client_app._nodes.values()
-        assert node.settings.run_id == round.settings.run_id
+        assert node.settings.policy == round.settings.policy
         if round is rounds[0]:
             first = node._intakes[0].connected()
     with pytest.raises(ValueError, match="closed channel"):

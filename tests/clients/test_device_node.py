@@ -31,7 +31,7 @@ from client_world import (
 )
 from run_world import LIMIT, wait_until
 from shuffler_world import ShufflerHere
-from shufl.clients import DeviceLedger, RoundRefused, serve_device
+from shufl.clients import RoundRefused, SimulatedLedger, serve_device
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.clients.device_process import _Answering, _Reader
 from shufl.clients.worker import AT_WORK, DONE, FAILED
@@ -78,7 +78,7 @@ def reports_of(round, node):
 
 def expected_of(round, seed, update_of):
     """Reports of these updates, in order, by seeded noise."""
-    mechanism, users = round.plan.mechanism, np.arange(round.settings.users)
+    mechanism, users = round.plan.mechanism, np.arange(round.settings.policy.users)
     seeds = SeededRandomness(seed).training_seeds(round.header.round, users).tolist()
     noises = SeededRandomness(seed).standard_normal(round.header.round, users, round.dimension)
     unit = mechanism.unit(round.dimension)
@@ -98,8 +98,8 @@ def test_a_node_that_is_to_end_finishes_its_round(make_round, running, tmp_path)
     os.kill(child, signal.SIGTERM)  # as a whole process group may get it
     round.begin(node)
     node.finish(threading.Event())
-    assert len(round.released()) == round.settings.users
-    assert node._worker.states.tolist() == [DONE] * round.settings.users
+    assert len(round.released()) == round.settings.policy.users
+    assert node._worker.states.tolist() == [DONE] * round.settings.policy.users
     assert node._worker._child.process.pid == child
 
 
@@ -159,13 +159,13 @@ def test_who_reports_follows_from_the_ledger_and_is_hidden_by_cover(make_round, 
     node, empty = running(round), -(2.0**15) * round.plan.mechanism.unit(1)
     for _ in range(every):
         reports, _ = reports_of(round, node)
-        assert len(reports) == round.settings.users
+        assert len(reports) == round.settings.policy.users
         sizes.append(int((reports != empty).any(axis=1).sum()))
         round.next(round.model)
-    ledger, users = DeviceLedger(path), np.arange(round.settings.users)
+    ledger, users = SimulatedLedger(path), np.arange(round.settings.policy.users)
     key = ledger.allocation_key(round.header.run_id)
     assert sizes == [allocated(key, number, users, every).sum() for number in (1, 2)]
-    assert sum(sizes) == round.settings.users
+    assert sum(sizes) == round.settings.policy.users
     for damage in ("UPDATE allocations SET key = zeroblob(32)", "DELETE FROM allocations"):
         with sqlite3.connect(path) as rows:
             rows.execute(damage)
@@ -192,7 +192,7 @@ def test_one_user_of_4000_records_among_200_of_20_changes_nobody_elses_report(
         moments.append([at - prepared.until for at in node.clock.moments])
     assert len(batches[0]) == 200
     assert len(batches[0] & batches[1]) >= 199
-    assert "1 of 200 users have more than 20 records" in caplog.text
+    assert "1 of 200 users have more than the 20 records" in caplog.text
     assert len(moments[0]) == 200
     np.testing.assert_allclose(moments[0], moments[1], rtol=0, atol=1e-6)
 
@@ -381,7 +381,7 @@ def test_answers_come_at_whole_multiples_and_queries_are_held(make_round, tmp_pa
         clock.at = time.monotonic() - window.seconds + window.work_until
         with pytest.raises(RoundRefused, match="too little of the round's window is left"):
             round.begin(node)
-        assert round.settings.ledger(0).offered() == []
+        assert round.settings.policy.device.offered() == []
     finally:
         node.close()
 

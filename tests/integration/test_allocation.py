@@ -15,7 +15,7 @@ from nights import by_night
 from rounds import make_plan
 from run_world import json_lines, only_folder, shufl
 from shuffler_world import ShufflerHere
-from shufl.clients import DeviceLedger, app
+from shufl.clients import SimulatedLedger, app
 from shufl.learning.config import load
 from shufl.learning.section import ConfigError
 from shufl.protocol.console import Console
@@ -49,16 +49,16 @@ def make_round(request):
 def test_a_node_that_starts_again_in_each_round_has_drawn_before_the_first(make_round, tmp_path):
     """Of 4 users in 4 blocks, with coins in their place, 4 reports a block are no usual thing."""
     path = tmp_path / "device.db"
-    round = make_round(seed=None, ledger=lambda _: DeviceLedger(path)).open()
+    round = make_round(seed=None, ledger=lambda _: SimulatedLedger(path)).open()
     sizes = []
     for number in range(1, 4 * EVERY + 1):
         app._nodes.clear()
         reply_content(round.announce())
         if number == 1:
-            drawn = DeviceLedger(path).allocation_key(round.header.run_id)
+            drawn = SimulatedLedger(path).allocation_key(round.header.run_id)
         sizes.append(len(round.released()))
         round.next(round.model)
-    assert DeviceLedger(path).allocation_key(round.header.run_id) == drawn
+    assert SimulatedLedger(path).allocation_key(round.header.run_id) == drawn
     assert np.reshape(sizes, (4, EVERY)).sum(1).tolist() == [4] * 4
     users = np.arange(1, USERS, 3)  # of node 1 of 3
     expected = [allocated(drawn, number, users, EVERY).sum() for number in range(1, len(sizes) + 1)]

@@ -16,21 +16,19 @@ def reports(random, blankets=40.0):
 
 
 def test_a_shuffler_without_blankets_is_named_and_one_that_is_as_agreed_is_not():
-    random, counts = np.random.default_rng(7), Counts(PLAN)
-    for _ in range(1000):
-        counts.add(0, reports(random), 500)
+    random, counts, other = np.random.default_rng(7), Counts(PLAN), Counts(PLAN)
+    for _ in range(1030):
+        counts.add(reports(random), 500)
         assert counts.doubt == ""
     for _ in range(30):
-        counts.add(0, reports(random), 500)
-        counts.add(1, reports(random, blankets=0.0), 500)
-    assert counts.doubt.startswith("shuffler 2 released 1")
-    assert "fewer than expected" in counts.doubt
-    assert ";" not in counts.doubt
+        other.add(reports(random, blankets=0.0), 500)
+    assert other.doubt.startswith("released 1")
+    assert "fewer than expected" in other.doubt
 
 
 def test_where_everybody_reports_and_there_is_no_blanket_one_report_more_is_no_alarm():
     counts = Counts(PLAN.replace(check_in_rate=1.0, shuffler_blankets=0.0))
-    for more, alarm in ((1, ""), (5, "shuffler 1 released 6 reports more than expected")):
-        counts.add(0, 500 + more, 500)
+    for more, alarm in ((1, ""), (5, "released 6 reports more than expected")):
+        counts.add(500 + more, 500)
         assert counts.doubt.startswith(alarm)
         assert bool(counts.doubt) is bool(alarm)

@@ -1,8 +1,7 @@
 """Nodes and shufflers that die, stop or are slow: the step keeps its size, and ε is not lost.
 
-The server's loop, its shufflers (processes) and the nodes' code are as on real machines; what
-Flower does between server and nodes is done here in one thread, so that each fault falls where a
-test puts it. test_deployment_kills.py does the same to real processes, at moments of chance.
+Each fault falls where a test puts it. test_deployment_kills.py does the same to real processes, at
+moments of chance.
 """
 
 import functools
@@ -14,167 +13,35 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-import torch
-from flwr.app import Error, Message
-from torch import nn
 
 import shufl.server.fleet
-import shufl.server.rounds
 from client_world import begin_flower_task
 from ports import free_port
-from rounds import make_plan
 from run_world import LIMIT, json_lines, wait_until
+from server_world import (
+    AUTHORITY,
+    NODES,
+    PLAN,
+    SUMS,
+    USERS,
+    WIDTH,
+    WINDOW,
+    Here,
+    Run,
+    SimulatedRun,
+)
 from shuffler_world import ShufflerHere
-from shufl.accounting import Ledger
-from shufl.clients import ClientSettings, make_client_app, node
-from shufl.learning import LocalTraining
-from shufl.learning.tasks import CLASSIFICATION
+from shufl.clients import Node, node
 from shufl.protocol import GaussianMechanism
-from shufl.protocol.outcomes import AgreedNode
-from shufl.protocol.plan import Window
-from shufl.server import MOST_IN_VAIN, Mean, Optimiser, RoundFailed, ServerSettings, load_checkpoint
-from shufl.server.rounds import RoundLoop
+from shufl.server import MOST_IN_VAIN, Mean, RoundFailed
 from shufl.shuffler import ShufflerProcess
-from shufl.shuffler.keys import Authority
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.store.summed_batch import SummedBatch
 from tiny_disk import fill, tiny_disk_at
 
-NODES, USERS, WIDTH = 3, 12, 5
-RATE = 1e-5
-WINDOW = Window(
-    work_until=0.1, send_after=0.2, send_spread=0.0, grace=0.3, answer_every=0.1, query_every=0.1,
-    most_records=1,
-)  # fmt: skip
-PLAN = make_plan(
-    users=USERS, check_in_rate=1.0, noise_multiplier=1e-3, rounds=9, delta=1e-5,
-    target_epsilon=1e12, minimum_batch=1, accountant="local", cover=True, window=WINDOW,
-)  # fmt: skip
-
-SUMS = {"mixing": "sum", "accountant": "sum-central", "central_noise": 0.5}
-
-
-def make_model(width):
-    model = nn.Linear(width, 2)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    return model
-
-
-def records(width):
-    """All users are alike, and have updates of length 1: so has the mean, whoever sends."""
-    return lambda user: (torch.full((1, width), 10.0), torch.tensor([1]))
-
 
 class Crash(BaseException):
     """The server's process is gone."""
-
-
-class Network:
-    """Brings the server's messages to the nodes, as Flower's `Grid` does.
-
-    Attributes:
-        here: ids of the nodes that are connected.
-        train: brings a node its round by calling `deliver`, and gives what comes back: None if
-            nothing does. Tests put faults here.
-        replies: that the server has not heard yet, by the message's id.
-    """
-
-    def __init__(self, settings):
-        self.here = set(range(1, NODES + 1))
-        self.train = lambda node, deliver: deliver()
-        self._app = make_client_app(settings)
-        self.replies = {}
-
-    def get_node_ids(self):
-        return list(self.here)
-
-    def push_messages(self, messages):
-        for number, message in enumerate(messages):
-            about, node = message.metadata, message.metadata.dst_node_id
-            about.__dict__["_message_id"] = f"{about.group_id} {about.message_type} {number} {node}"
-
-            def deliver(message=message, node=node):
-                return self._deliver(message, node)
-
-            reply = self.train(node, deliver) if about.message_type == "train" else deliver()
-            if reply is not None:
-                self.replies[about.message_id] = reply
-
-    def pull_messages(self, ids):
-        return [self.replies.pop(each) for each in ids if each in self.replies]
-
-    def _deliver(self, message, node):
-        context = type("Context", (), {})()
-        context.node_config = {"partition-id": node - 1, "num-partitions": NODES}
-        try:
-            reply = self._app(message, context)
-        except Exception as error:
-            reply = Message(Error(0, str(error)), reply_to=message)
-        reply.metadata.__dict__["_reply_to_message_id"] = message.metadata.message_id
-        return reply
-
-
-class Run:
-    """A run on these shufflers whose ledger and checkpoints are in `folder`; it can be resumed."""
-
-    def __init__(self, folder, shufflers, plan=PLAN, width=WIDTH):
-        self.folder, self.plan, self.shufflers = folder, plan, shufflers
-        self.make_model = functools.partial(make_model, width)
-        self.test = torch.ones(1, width), torch.zeros(1, dtype=torch.int64)
-        self.rows, self.told = [], []
-        self.network = Network(
-            ClientSettings(
-                run_id=folder.name, plan=plan, make_model=self.make_model,
-                load_users=functools.partial(records, width),
-                training=LocalTraining(), seed=1,
-                shufflers=tuple((each.address, each.submit) for each in shufflers),
-            )
-        )  # fmt: skip
-
-    def play(
-        self, rounds, tell=lambda line: None, control=lambda number, client: client, **settings
-    ):
-        """Plays until so many rounds are over; `control` puts faults into a shuffler's client."""
-        ledger, checkpoint = self.folder / "ledger.jsonl", self.folder / "checkpoint.pt"
-        opened = (
-            Ledger.open(ledger, self.plan)
-            if ledger.exists()
-            else Ledger.create(ledger, self.plan, self.folder.name)
-        )
-        with opened:
-            settings = ServerSettings(
-                plan=self.plan, ledger=opened, make_model=self.make_model,
-                load_test=lambda: self.test,
-                measure=CLASSIFICATION.measure, score="accuracy",
-                optimiser=Optimiser("sgd", RATE), folder=self.folder, evaluate_every=1,
-                checkpoint_every=1, origin={}, reproducible=False,
-                checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
-                nodes=0, shufflers=tuple((each.address, each.control) for each in self.shufflers),
-                tell=tell, **{"round_timeout": 60.0, "patience": 600.0} | settings,
-            )  # fmt: skip
-            done = len(self.rows) + rounds
-            loop = RoundLoop(
-                settings,
-                self.network,
-                lambda row, model: self.rows.append(row),
-                lambda: len(self.rows) >= done,
-                lambda: False,
-            )
-            loop._shufflers = [control(*each) for each in enumerate(loop._shufflers)]
-            loop.run()
-
-    @property
-    def spent(self):
-        path = self.folder / "ledger.jsonl"
-        return [entry.round for entry in Ledger.read(path).entries] if path.exists() else []
-
-    def steps_are_whole(self):
-        """Whether the model is what as many released rounds with everybody would have made."""
-        rounds = sum(row.outcome == "released" for row in self.rows)
-        model = torch.load(self.folder / "model.pt", weights_only=True)
-        length = torch.cat([value.flatten() for value in model.values()]).norm()
-        return abs(float(length) / RATE - rounds) < 0.1
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +51,7 @@ def inside_a_task():
 
 @pytest.fixture(scope="module")
 def shufflers():
-    with ShufflerHere() as one, ShufflerHere() as other:
+    with Here() as one, Here() as other:
         yield one, other
 
 
@@ -252,7 +119,7 @@ def test_a_shuffler_that_hands_over_one_nodes_message_has_nothing_published(tmp_
     monkeypatch.setattr(SummedBatch, "_take", first_alone)
     distributed = {"accountant": "sum-distributed", "central_noise": 0.0}
     mechanism = GaussianMechanism(noise_multiplier=0.5)
-    with ShufflerHere() as shuffler:
+    with Here() as shuffler:
         plan = PLAN.replace(**SUMS | distributed, mechanism=mechanism)
         run = Run(tmp_path, [shuffler], plan)
         run.play(1)
@@ -265,8 +132,9 @@ def test_a_shuffler_that_hands_over_one_nodes_message_has_nothing_published(tmp_
 @pytest.mark.slow
 def test_a_deployed_server_takes_no_sum_whose_nodes_have_not_signed(tmp_path, shufflers):
     run = Run(tmp_path, shufflers[:1], PLAN.replace(**SUMS))
-    agreed = {n: AgreedNode(f"node-{n}", USERS // NODES, n + 1) for n in range(NODES)}
-    run.play(1, agreed=lambda: agreed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Node, "_signer", None)
+        run.play(1)
     assert run.rows[-1].outcome == "lost"
     run.play(1)
     assert run.rows[-1].outcome == "released"
@@ -274,7 +142,7 @@ def test_a_deployed_server_takes_no_sum_whose_nodes_have_not_signed(tmp_path, sh
 
 def test_a_node_of_another_version_is_told_what_to_upgrade(tmp_path, shufflers, monkeypatch):
     """One of 0.1.0, whose answer has no version, and one that is newer than this server."""
-    run = Run(tmp_path, shufflers[:1], PLAN.replace(**SUMS))
+    run = SimulatedRun(tmp_path, shufflers[:1], PLAN.replace(**SUMS))
     answers = run.network._deliver
     for version, upgrade in ((None, "the node"), (3, "this server")):
 
@@ -288,13 +156,13 @@ def test_a_node_of_another_version_is_told_what_to_upgrade(tmp_path, shufflers, 
 
         monkeypatch.setattr(run.network, "_deliver", of_another_version)
         with pytest.raises(RoundFailed, match=f"this server's of 2: upgrade shufl on {upgrade}"):
-            run.play(1, patience=0.0)
+            run.play(1)
     assert run.spent == []
 
 
 def test_a_shuffler_whose_sums_lack_its_noise_is_named_beside_every_round(tmp_path, monkeypatch):
     monkeypatch.setattr(RunStore, "_noise", lambda *about: iter(()))
-    with ShufflerHere() as shuffler:
+    with Here() as shuffler:
         plan = PLAN.replace(**SUMS | {"central_noise": 500.0})
         run = Run(tmp_path, [shuffler], plan, width=999)
         run.play(2)  # 16 standard deviations a round
@@ -378,8 +246,9 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, m
         told.append((line, run.spent))
         run.network.here.add(2)
 
-    run.play(1, tell)
-    assert told == [("waiting for nodes: 2 are there, too few for a round", [])]
+    run.play(1, tell=tell)
+    line = "waiting for nodes: 2 are there, too few for a round; away: node-1"
+    assert told == [(line, [])]
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
 
 
@@ -403,9 +272,8 @@ def test_a_node_whose_answer_to_a_question_is_lost_is_asked_again(tmp_path, shuf
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
 
 
-def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr(shufl.server.rounds, "_SHUFFLER_SECONDS", 0.1)
-    with tiny_disk_at(tmp_path / "disk") as disk, ShufflerHere(disk) as shuffler:
+def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
+    with tiny_disk_at(tmp_path / "disk") as disk, Here(disk) as shuffler:
         run = Run(tmp_path, [shuffler])
         filler = fill(disk)
         told = []
@@ -414,16 +282,13 @@ def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path, monkeypatc
             told.append((line, run.spent))
             filler.unlink(missing_ok=True)
 
-        run.play(1, tell)
+        run.play(1, tell=tell, shuffler_seconds=0.1)
     assert "STORAGE_FULL" in told[0][0] and told[0][1] == []
     assert run.spent == [1]
 
 
-def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(
-    tmp_path, shufflers, monkeypatch
-):
-    monkeypatch.setattr(shufl.server.rounds, "_SHUFFLER_SECONDS", 0.1)  # it does not come back
-    with ShufflerHere() as other:
+def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(tmp_path, shufflers):
+    with Here() as other:
         run = Run(tmp_path, [shufflers[0], other])
 
         def train(node, deliver):
@@ -433,7 +298,7 @@ def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(
             return reply
 
         run.network.train = train
-        run.play(3)
+        run.play(3, shuffler_seconds=0.1)  # it does not come back
     assert [row.outcome for row in run.rows] == ["released"] * 3
     assert [row.users_present for row in run.rows] == [8, 8, 8]  # nodes 1 and 3 are the first's
     assert run.steps_are_whole()
@@ -443,7 +308,7 @@ def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(
 @pytest.mark.nightly
 def test_a_shuffler_that_hangs_is_found_out_and_loses_its_own_users_round_alone(tmp_path):
     """It neither answers nor closes its connection, as behind a cut cable, for 40 s."""
-    begun = functools.partial(ShufflerProcess, start_timeout=LIMIT)
+    begun = functools.partial(ShufflerProcess, start_timeout=LIMIT, authority=AUTHORITY)
     with begun() as one, begun() as other:
         run = Run(tmp_path, [one, other])
 
@@ -493,7 +358,7 @@ class Mortal:
     """
 
     def __init__(self, folder, kind=ShufflerProcess):
-        self.folder, self._kind, self._authority = folder, kind, Authority.create()
+        self.folder, self._kind = folder, kind
         self.address = f"127.0.0.1:{free_port()}"
         self.process = self._start()
         self.control, self.submit = self.process.control, self.process.submit
@@ -505,7 +370,7 @@ class Mortal:
         self.process.__exit__(*about)
 
     def _start(self):
-        about = {"listen": self.address, "authority": self._authority}
+        about = {"listen": self.address, "authority": AUTHORITY}
         process = self._kind(self.folder, **about, start_timeout=LIMIT)
         return process.__enter__()
 

@@ -55,7 +55,7 @@ def released(vectors, header=HEADER, key=PUBLIC, more=0, users=5):
 
 
 def aggregate(parts, noise=DRAWS):
-    return aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, DIMENSION, noise)
+    return aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, DIMENSION, noise, None)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_the_sum_is_that_of_what_nodes_and_server_have_added(vectors):
 
 def test_the_servers_noise_has_the_size_of_the_shufflers():
     parts = [mask(bytes(32), 100_000).tobytes(), seal_seed(bytes(32), 50, PUBLIC, HEADER)]
-    result = aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, 100_000, words(100_000))
+    result = aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, 100_000, words(100_000), None)
     noise = result.estimate * 10.0 / (0.7 * 0.5)
     assert stats.kstest(noise, "norm").pvalue > 1e-6
 

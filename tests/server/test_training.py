@@ -7,6 +7,7 @@ from torch import nn
 
 from rounds import make_plan
 from shufl.accounting import Ledger
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.tasks import CLASSIFICATION
 from shufl.server import (
     Aggregate,
@@ -42,11 +43,11 @@ class Engine:
             raise Crash
         if round in self._discard:
             self._discard.remove(round)
-            return PlayedRound("discarded", None, PLAN.users, 0)
+            return PlayedRound(RoundOutcome.DISCARDED, None, PLAN.users, 0)
         draw = np.random.default_rng(round).normal(size=2)
         estimate = draw + model.weight.detach().numpy().ravel()
         aggregate = Aggregate(estimate.astype(np.float32), 25, 0, {})
-        return PlayedRound("released", aggregate, PLAN.users, PLAN.users)
+        return PlayedRound(RoundOutcome.RELEASED, aggregate, PLAN.users, PLAN.users)
 
 
 def make_model():

@@ -306,8 +306,8 @@ def test_a_release_that_breaks_off_goes_on_where_it_broke(here):
     whole = list(world.control.release("run", 1))
     assert sorted(int.from_bytes(each[:2]) for each in whole) == list(range(200))
     cut = Cut(world.process.address, [2**21, 2**22, 2**22])
-    with ControlClient(cut.address, world.process.control) as control:
-        assert list(control.release("run", 1, patience=LIMIT)) == whole
+    with ControlClient(cut.address, world.process.control, patience=LIMIT) as control:
+        assert list(control.release("run", 1)) == whole
     cut = Cut(world.process.address, [2**21])
     with (
         ControlClient(cut.address, world.process.control) as control,

@@ -9,6 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.config import ConfigError, load
 from shufl.results.engine import ENGINES
 from shufl.results.run import Run
@@ -31,7 +32,7 @@ class SilentEngine:
 
     def run(self, training, observe, stop):
         def play(round, model):
-            return PlayedRound("below-minimum", None, self._users, 0)
+            return PlayedRound(RoundOutcome.BELOW_MINIMUM, None, self._users, 0)
 
         run = Training(training)
         for round in run.rounds():

@@ -321,7 +321,7 @@ def test_every_site_has_files_that_its_process_reads(base):
     settings = node_settings(load_site(sites / "ward-2/node.toml", NodeSite), sites / "ward-2")
     plan = agreed_plan(load(str(sites / "server/run.toml")))
     assert settings.plan == plan
-    assert (settings.number, settings.users) == (1, 20)
+    assert (settings.policy.number, settings.policy.users) == (1, 20)
     features, labels = settings.load_users()(19)
     assert features.shape[1:] == (1, 8, 8) and len(labels) == len(features)
 
@@ -576,7 +576,7 @@ def test_a_node_maps_its_own_records_to_the_features_that_the_model_takes(base):
     for users, node in (1, own), (30, text):
         (folder / "node.toml").write_text(node)
         settings = node_settings(load_site(folder / "node.toml", NodeSite), folder)
-        assert settings.users == users
+        assert settings.policy.users == users
         features, labels = settings.load_users()(0)
         assert features.shape == (len(labels), 81, 2, 2)
         assert settings.make_model()(features).shape == (len(labels), 10)

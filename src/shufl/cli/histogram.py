@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.table import Table
 
+from shufl.accounting.outcomes import RoundOutcome
 from shufl.cli import options
 from shufl.cli.options import needed
 from shufl.learning.data.users import spaced
@@ -175,7 +176,7 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool, str]:
     row = next(iter(rows), None)
     if row is None:
         raise ValueError(f"{folder}/metrics.jsonl has no row that tells how many were present")
-    if row["outcome"] != "released":
+    if row["outcome"] != RoundOutcome.RELEASED:
         raise ValueError(f"{folder} has released no histogram: its only round failed")
     config = load(str(folder / "config.toml"))
     try:
