@@ -33,12 +33,12 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from shufl.accounting import Ledger
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.clients import Announcement, ClientSettings, Node, Simulated
 from shufl.learning import UserRecords, user_updates
 from shufl.learning.config import load
 from shufl.protocol.console import Console
 from shufl.protocol.mechanisms import clip, to_normals
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.results.experiment import Experiment, prepare
 from shufl.server import (
     MakeAggregator,

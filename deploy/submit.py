@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO
 
 from shufl.accounting import Ledger
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.deploy.acts import note
 from shufl.deploy.plan import PROGRAMS, flower_environment
 from shufl.deploy.server_app import deployed_experiment
@@ -30,6 +29,7 @@ from shufl.deploy.sites import (
 )
 from shufl.learning.config import Config
 from shufl.learning.section import ConfigError, one_line
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.results.engine import EngineFailed
 from shufl.results.interrupts import interrupts
 from shufl.results.rows import read_rows

@@ -1,6 +1,6 @@
 from .events import Allocation, CheckIn, FixedSize, Shuffled, Summed
 from .mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
-from .outcomes import AgreedNode, RoundRecord, Schedule, StoppedBy
+from .outcomes import AgreedNode, RoundOutcome, RoundRecord, Schedule, StoppedBy
 from .plan import Plan, shuffler_of
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "LdpSgd",
     "Plan",
     "RandomisedResponse",
+    "RoundOutcome",
     "RoundRecord",
     "Schedule",
     "Shuffled",

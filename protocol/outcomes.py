@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal, NamedTuple
-
-from shufl.accounting.outcomes import RoundOutcome
 
 Schedule = Literal["constant", "linear", "cosine"]
 StoppedBy = Literal["budget", "rounds", "on_round", "interrupt"]
 
 NODES_FILE = "nodes.json"
 """In a run folder: what the server knows of every node, after every round and while it waits."""
+
+
+class RoundOutcome(StrEnum):
+    """How a round ended.
+
+    At one shuffler a round ends in one of these ways; a run's round is released if one shuffler has
+    released its batch.
+
+    Attributes:
+        RELEASED: the server was given the batch.
+        BELOW_MINIMUM: the batch held too few reports and was destroyed unseen.
+        DISCARDED: the batch was destroyed unseen: fewer users were present than ε assumes, or the
+            server did not want it, or never fetched it.
+        LOST: the shuffler was away, or had lost the batch.
+    """
+
+    RELEASED = "released"
+    BELOW_MINIMUM = "below-minimum"
+    DISCARDED = "discarded"
+    LOST = "lost"
 
 
 class AgreedNode(NamedTuple):

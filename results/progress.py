@@ -7,9 +7,9 @@ import time
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.protocol import RoundRecord
 from shufl.protocol.console import Console
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.results.tables import epsilon_text, score_text
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from shufl.accounting import epsilon_table
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.data.users import spaced
 from shufl.protocol.console import Console
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.rounding import rounded_up
 from shufl.results.engine import Engine
 from shufl.results.experiment import Experiment

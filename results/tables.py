@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.protocol.console import Console
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.rounding import rounded_down, rounded_up
 
 if TYPE_CHECKING:

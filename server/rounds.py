@@ -13,8 +13,8 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.trained import frozen_digest, sent
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.server.aggregate import Aggregate
 from shufl.server.broadcast import Exchange, broadcast
 from shufl.server.fleet import Fleet

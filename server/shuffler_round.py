@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.protocol.mechanisms import make_randomness
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.server.aggregate import (
     Aggregate,
     Expected,

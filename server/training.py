@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from shufl.accounting import PrivacyBudget
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.evaluation import evaluate
 from shufl.learning.trained import dimension, load_sent, sent
 from shufl.protocol.files import write_whole
-from shufl.protocol.outcomes import RoundRecord, StoppedBy
+from shufl.protocol.outcomes import RoundOutcome, RoundRecord, StoppedBy
 from shufl.server.aggregate import Aggregate
 from shufl.server.checkpoint import Checkpoint, tensor_bytes
 from shufl.server.settings import RoundFailed, RunEnd, TrainingSettings

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.protocol import hash_chain
+from shufl.protocol.outcomes import RoundOutcome
 
 EVENTS: dict[str, dict[str, type]] = {
     "created": {"server": str, "plan": str, "report_bytes": int},

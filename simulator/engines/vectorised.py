@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.config import VectorisedKeys
 from shufl.learning.section import READERS_ERRORS, ConfigError, one_line
 from shufl.learning.trained import frozen_digest, sent
@@ -28,6 +27,7 @@ from shufl.protocol.mechanisms import (
     seed_of_shuffler,
     simulated_allocation_key,
 )
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.server import (
     MOST_IN_VAIN,
     Aggregate,

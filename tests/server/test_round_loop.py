@@ -7,7 +7,7 @@ import pytest
 
 from client_world import begin_flower_task
 from server_world import NODES, PLAN, USERS, Here, Run, SimulatedRun
-from shufl.accounting.outcomes import RoundOutcome
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.server import NodeFailed
 from shufl.shuffler import ShufflerUnavailable
 from shufl.shuffler.record import verify

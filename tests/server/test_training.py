@@ -7,8 +7,8 @@ from torch import nn
 
 from rounds import make_plan
 from shufl.accounting import Ledger
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.tasks import CLASSIFICATION
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.server import (
     Aggregate,
     Optimiser,

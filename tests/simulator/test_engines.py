@@ -9,8 +9,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.learning.config import ConfigError, load
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.results.engine import ENGINES
 from shufl.results.run import Run
 from shufl.server import PlayedRound, Training

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.table import Table
 
-from shufl.accounting.outcomes import RoundOutcome
 from shufl.cli import options
 from shufl.cli.options import needed
 from shufl.learning.data.users import spaced
 from shufl.protocol.console import Console
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.rounding import rounded_up
 from shufl.results.plots import draw
 from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
