@@ -30,8 +30,8 @@ from shufl.protocol.mechanisms import SeededRandomness
 from shufl.results.experiment import Experiment, prepare
 from shufl.results.rows import read_rows
 from shufl.results.run import Run
-from shufl.simulator.engines.base import running_ray
 from shufl.simulator.engines.flower import run_on_flower
+from shufl.simulator.engines.ray_cluster import running_ray
 
 _loaded: dict[str, tuple] = {}
 

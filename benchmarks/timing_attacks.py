@@ -41,7 +41,6 @@ import grpc
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-from flwr.common.serde import recorddict_to_proto
 from scipy import stats
 
 from shufl.accounting import PrivacyPlan
@@ -63,6 +62,7 @@ from shufl.shuffler import (
     report_length,
     sealed_length,
 )
+from shufl.vendor_internals import records_to_message
 
 RECORDS = {"few": 20, "many": 2000}
 SHAPE, CLASSES, BLANKETS = (1, 28, 28), 10, 5.0
@@ -201,7 +201,7 @@ class Attack:
 
 
 def serialised(content: dict) -> bytes:
-    return recorddict_to_proto(RecordDict(content)).SerializeToString()
+    return records_to_message(RecordDict(content)).SerializeToString()
 
 
 def main() -> int:

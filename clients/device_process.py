@@ -21,8 +21,6 @@ from typing import Any
 import grpc
 import numpy as np
 from flwr.app import ArrayRecord, RecordDict
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
 from shufl.clients.app import ANSWERS
 from shufl.clients.device import RoundRefused
@@ -31,6 +29,7 @@ from shufl.clients.relay import SERVICE
 from shufl.clients.settings import ClientSettings
 from shufl.learning.trained import sent
 from shufl.protocol.text import one_line
+from shufl.vendor_internals import RecordsMessage, records_from_message, records_to_message
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ class _Answering:
     def _answer(self, kind: str, request: bytes) -> bytes:
         policy, asked = self._node.policy, self._reader.read(request)
         answer = ANSWERS[kind](self._node, asked, policy.number, np.arange(policy.users))
-        return recorddict_to_proto(answer).SerializeToString()
+        return records_to_message(answer).SerializeToString()
 
     def _answer_query(self, request: bytes) -> bytes:
         if not self._query.acquire(blocking=False):
@@ -149,7 +148,7 @@ class _Reader:
 
     def __init__(self, settings: ClientSettings):
         model = RecordDict({"model": ArrayRecord(sent(settings.make_model()))})
-        own = recorddict_to_proto(model)
+        own = records_to_message(model)
         self.most_bytes = own.ByteSize() + _MOST_SAID_BYTES
         self._arrays = len(own.items[0].array_record.items)
         self._most_beside = _beside_arrays(own) + _MOST_SAID_BYTES
@@ -162,7 +161,7 @@ class _Reader:
                 two of its records or values have one name.
         """
         try:
-            message = RecordDictMessage.FromString(request)
+            message = RecordsMessage.FromString(request)
             # Counted first: an empty record has two bytes here, and hundreds as Python's object.
             many = len(message.items) > len(_RECORDS) or any(
                 len(record.array_record.items) > self._arrays for record in message.items
@@ -175,12 +174,12 @@ class _Reader:
             for names in ([each.key for each in group] for group in groups):
                 if len(set(names)) < len(names):
                     raise ValueError("two of one name")
-            return recorddict_from_proto(message)
+            return records_from_message(message)
         except Exception:
             raise RoundRefused("the message is malformed") from None
 
 
-def _beside_arrays(message: RecordDictMessage) -> int:
+def _beside_arrays(message: RecordsMessage) -> int:
     """How many bytes a message has beside the numbers of its arrays."""
     arrays = (each for record in message.items for each in record.array_record.items)
     return message.ByteSize() - sum(len(each.value.data) for each in arrays)

@@ -2,8 +2,8 @@
 
 It runs in a process that Flower starts for one message, with code that the server has sent, so it
 has no data, no keys and no coins: those are in the process behind the socket
-(`shufl.clients.device_process`). It imports neither torch nor anything else of this project, so
-that it starts quickly.
+(`shufl.clients.device_process`). So that it starts quickly, it imports no torch, and of this
+project only how Flower's records become bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable
 import grpc
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
+
+from shufl.vendor_internals import RecordsMessage, records_from_message, records_to_message
 
 SERVICE = "shufl.Device"
 _KINDS = ("query", "train")
@@ -34,13 +34,13 @@ def _relay(kind: str) -> Callable[[Message, Context], Message]:
             call = channel.unary_unary(f"/{SERVICE}/{kind}")
             try:
                 answer = call(
-                    recorddict_to_proto(message.content).SerializeToString(), timeout=_SECONDS
+                    records_to_message(message.content).SerializeToString(), timeout=_SECONDS
                 )
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     raise NodeUnavailable("this node's own process is not running") from None
                 raise NodeUnavailable(error.details()) from None
-        content = recorddict_from_proto(RecordDictMessage.FromString(answer))
+        content = records_from_message(RecordsMessage.FromString(answer))
         return Message(content, reply_to=message)
 
     return deliver

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP end a run in order."""
+"""Turns the signals that end a command into an orderly end of a run."""
 
 from __future__ import annotations
 

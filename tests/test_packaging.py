@@ -1,5 +1,6 @@
-"""The package beside folders of the reader's that have the names of its rooms."""
+"""The package beside folders of the reader's that have the names of its rooms, and its Flower."""
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -7,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from packaging.requirements import Requirement
 
 from deployment_world import deployment_of
 from nights import by_night
 from run_world import json_lines, only_folder, tiny_config
+from shufl import vendor_internals
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
@@ -46,6 +49,24 @@ def test_only_one_function_edits_where_modules_are_found():
     found = [path for path in files("src", *ROOMS) if PATHS.search(path.read_text())]
     assert found == [ROOT / "learning/section.py"]
     assert len(PATHS.findall(found[0].read_text())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "minor"), [("Flower", "flwr", "1.42"), ("Ray", "ray", "2.55")]
+)
+def test_flower_and_ray_are_those_whose_internals_are_used(name, package, minor):
+    assert f"{name} {minor}" in " ".join(vendor_internals.__doc__.split())
+    installed = importlib.metadata.version(package)
+    assert installed.startswith(f"{minor}."), (
+        f"{package} {installed} is installed, src/shufl/vendor_internals.py holds for {minor}: "
+        "go through that file, then change the numbers there and here"
+    )
+
+
+def test_pip_installs_no_other_flower():
+    needs = map(Requirement, importlib.metadata.requires("shufl"))
+    (flower,) = [need.specifier for need in needs if need.name == "flwr" and need.specifier]
+    assert "1.42.9" in flower and "1.41.9" not in flower and "1.43.0" not in flower
 
 
 # By day test_api.py has such modules beside a run with a shuffler and with Ray's workers.

@@ -33,9 +33,11 @@ from shufl.server import (
     TrainingSettings,
 )
 from shufl.shuffler import ShufflerProcess
-from shufl.simulator.engines.base import check_cpus, check_draws, running_ray
+from shufl.simulator.engines.base import check_draws
 from shufl.simulator.engines.flower_worker import leased, simulated_device
 from shufl.simulator.engines.memory import keep_freed_memory
+from shufl.simulator.engines.ray_cluster import check_cpus, running_ray
+from shufl.vendor_internals import run_simulation
 
 if TYPE_CHECKING:
     from shufl.learning.config import Config
@@ -183,9 +185,6 @@ def run_on_flower(
 ) -> None:
     """Runs a ServerApp and `nodes` ClientApps on the Ray that was started.
 
-    Flower deprecates `run_simulation` in favour of `flwr run`, which starts a SuperLink that
-    outlives the command.
-
     The ServerApp polls `stop`, which an interrupt sets, and then ends the run in order. Nodes still
     at work when it has ended are killed after some seconds.
 
@@ -200,18 +199,12 @@ def run_on_flower(
         EngineFailed: Flower or Ray failed.
         Exception: whatever the ServerApp raised.
     """
-    from flwr.simulation import run_simulation
-
     main = _Main(server_app)
     with logs_to(log_file, "flwr"), tempfile.TemporaryDirectory(prefix="shufl-") as lease:
         try:
             threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
-            run_simulation(
-                main.app,
-                leased(client_app, Path(lease), sys.path),
-                num_supernodes=nodes,
-                backend_config={"client_resources": {"num_cpus": cpus_per_node, "num_gpus": 0.0}},
-            )
+            in_workers = leased(client_app, Path(lease), sys.path)
+            run_simulation(main.app, in_workers, nodes, cpus_per_node)
         except Exception as error:
             if not main.ended.is_set():
                 main.error = EngineFailed(

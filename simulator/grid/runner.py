@@ -17,7 +17,7 @@ from shufl.protocol import validation
 from shufl.protocol.console import Console
 from shufl.results.interrupts import interrupts
 from shufl.results.tables import score_text
-from shufl.simulator.engines.base import check_cpus, running_ray
+from shufl.simulator.engines.ray_cluster import check_cpus, running_ray
 from shufl.simulator.grid.page import finished, keep_grid, write_page
 from shufl.simulator.grid.points import check, play, read_result, rests_on
 from shufl.simulator.grid.rows import take_over_rows

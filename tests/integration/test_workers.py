@@ -35,7 +35,7 @@ from shufl.learning.trained import sent
 from shufl.protocol.mechanisms import SeededRandomness
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
-from shufl.simulator.engines import base
+from shufl.simulator.engines import ray_cluster
 from shufl.simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine
@@ -234,12 +234,12 @@ def test_a_cluster_with_an_autoscaler_may_get_more_nodes(tmp_path, memory_path, 
         def known():
             assert head.poll() is None, (tmp_path / "said").read_text()
             try:
-                return base.nodes_of_ray() == [base._ANY_NODE]
+                return ray_cluster.nodes_of_ray() == [ray_cluster._ANY_NODE]
             except ConfigError:  # it does not answer yet
                 return False
 
         wait_until(known, LIMIT, "the autoscaler to say that it is there")
-        base.check_cpus("--cpus", 4)
+        ray_cluster.check_cpus("--cpus", 4)
     finally:
         head.terminate()
         head.wait()
@@ -298,7 +298,7 @@ def test_a_ray_address_without_a_cluster_is_one_line_before_any_work(
 ):
     given = address.format(**no_cluster)
     monkeypatch.setenv("RAY_ADDRESS", given)
-    monkeypatch.setattr(base, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(ray_cluster, "_CONNECT_SECONDS", 0.5)
     settings = [f"simulation.engine={engine}", "simulation.workers=2"]
     config = load(str(tiny_config(tmp_path, 4)), settings)
     message = f"^RAY_ADDRESS must name a running cluster, got {given}: .+$"

@@ -1,0 +1,129 @@
+"""The Ray of a run: the cluster at RAY_ADDRESS, one that this program has started, or our own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from shufl.learning.section import ConfigError, one_line
+from shufl.protocol.logs import logs_to
+from shufl.results.engine import EngineFailed
+
+NO_GPU = 'simulation.device must be "cpu" in this Ray, which has no GPU, got "cuda"'
+
+_CONNECT_SECONDS = 10.0  # for a cluster to answer
+_ANY_NODE = {"CPU": 1e9, "GPU": 1e9}
+
+
+def check_cpus(key: str, asked: float, gpus: int = 0) -> None:
+    """Refuses more CPUs than a node of Ray has, beside a GPU if `gpus`: Ray would wait for ever.
+
+    Raises:
+        ConfigError: with the key; or there is no GPU; or no Ray answers.
+    """
+    fit = [each.get("CPU", 0.0) for each in nodes_of_ray() if each.get("GPU", 0.0) >= gpus]
+    if gpus and not fit:
+        raise ConfigError(NO_GPU)
+    if asked > (most := max(fit, default=0.0)):
+        which = f"largest node{' with a GPU' * gpus}"
+        raise ConfigError(
+            f"{key} must be at most {most:g}, the CPUs of Ray's {which}, got {asked:g}"
+        )
+
+
+def nodes_of_ray() -> list[dict[str, float]]:
+    """What each node has by resource, of the Ray to which this process is or would be connected.
+
+    With an autoscaler, or by Ray's client protocol, nodes are not known: then it is one that has
+    more than anybody needs.
+
+    Raises:
+        ConfigError: no Ray answers at RAY_ADDRESS.
+    """
+    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    control_store = "" if connected else check_cluster()
+    if not (connected or control_store) and _given_address() == "local":
+        import torch
+
+        return [{"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}]
+    from shufl.vendor_internals import nodes_of_cluster
+
+    nodes = nodes_of_cluster(control_store)
+    return [_ANY_NODE] if nodes is None else nodes
+
+
+def check_cluster() -> str:
+    """Refuses a RAY_ADDRESS where no Ray answers.
+
+    Returns the address of its control store; "" for a Ray of our own, or by the client protocol.
+
+    Raises:
+        ConfigError: none does.
+    """
+    address = _given_address()
+    if address == "local":
+        return ""
+    from shufl.vendor_internals import answering_ray
+
+    by_client, _, server = address.rpartition("://")  # "ray://": by Ray's client protocol
+    try:
+        if address != "auto" and not re.fullmatch(r".+:\d{1,5}", server):
+            raise ValueError("it must be HOST:PORT, ray://HOST:PORT, auto or local")
+        server = answering_ray(server, bool(by_client), _CONNECT_SECONDS)
+    except (ConnectionError, ValueError) as error:
+        why = one_line(error).partition(".")[0]
+        raise ConfigError(
+            f"RAY_ADDRESS must name a running cluster, got {address}: {why}"
+        ) from error
+    return "" if by_client else server
+
+
+def _given_address() -> str:
+    """What RAY_ADDRESS says; without it Ray would look for a cluster of somebody else's here."""
+    return os.environ.get("RAY_ADDRESS") or "local"
+
+
+@contextmanager
+def running_ray(log_file: Path) -> Iterator[None]:
+    """Connects to the cluster at RAY_ADDRESS if that is set, else starts a Ray of our own.
+
+    A Ray that this program has started already, as in a notebook, is used as it is and goes on.
+    What another would print among a run's own lines, and what its workers print, goes to a file.
+
+    Raises:
+        ConfigError: no Ray answers at RAY_ADDRESS.
+        EngineFailed: Ray does not start, as on a machine so busy that it takes half a minute.
+    """
+    import ray
+
+    if ray.is_initialized():
+        with mock.patch.object(ray, "shutdown"):  # which Flower's engine calls at its end
+            yield
+        return
+    check_cluster()
+    from shufl.vendor_internals import quiet_ray
+
+    def write(process: str, lines: list[str]) -> None:
+        if process != "autoscaler":  # which says every five seconds that nothing has changed
+            with log_file.open("a", encoding="utf-8") as file:
+                file.writelines(f"({process}) {line}\n" for line in lines)
+
+    address = _given_address()
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    options |= {"logging_level": logging.WARNING, "log_to_driver": "://" not in address}
+    with logs_to(log_file, "ray"), quiet_ray(write):
+        try:
+            ray.init(address, **options)
+        except Exception as error:  # Ray's own has no class of its own
+            raise EngineFailed(f"Ray does not start: {one_line(error)}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
