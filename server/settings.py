@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,10 +61,8 @@ class Optimiser:
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser over the parameters that are trained."""
         kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
-        made: torch.optim.Optimizer = kinds[self.name](
-            trained(model).values(), lr=self.learning_rate, **self.options
-        )
-        return made
+        make = _never_compiled(kinds[self.name])
+        return make(trained(model).values(), lr=self.learning_rate, **self.options)
 
     def learning_rate_at(self, round: int) -> float:
         """The step size of a round, from 1."""
@@ -89,6 +88,17 @@ class Optimiser:
         if self.averaging == 0.0:
             return None
         return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.averaging))
+
+
+def _never_compiled(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """The same optimiser, without what torch wraps around its methods for `torch.compile`.
+
+    The wrappers import all of `torch._dynamo`, which takes as long as to import torch.
+    """
+    names = "add_param_group", "load_state_dict", "state_dict", "step", "zero_grad"
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    methods["step"] = torch.no_grad()(methods["step"])
+    return type(kind.__name__, (kind,), methods)
 
 
 @dataclass(frozen=True)

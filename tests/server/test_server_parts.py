@@ -1,5 +1,8 @@
 """Evaluation and checkpoints."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +51,39 @@ def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
     steps(model, stepper, 3)
     steps(again, stepper_again, 3)
     assert torch.equal(model.weight, again.weight)
+
+
+_OPTIMISERS = """
+import copy, sys
+import torch
+from shufl.server import Optimiser
+from shufl.learning.names import Optimisers
+
+first, found = torch.nn.Linear(3, 2), {}
+for name in Optimisers.__args__:
+    model, optimiser = copy.deepcopy(first), Optimiser(name, averaging=0.5)
+    stepper, average = optimiser.build(model), optimiser.average_of(model)
+    for step in range(3):
+        optimiser.step(stepper, model, torch.arange(8.0).numpy(), step + 1)
+        average.update_parameters(model)
+    stepper.load_state_dict(stepper.state_dict())
+    stepper.zero_grad()
+    found[name] = f"{model.state_dict()} {stepper.state_dict()}"
+assert "torch._dynamo" not in sys.modules
+kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
+for name in found:
+    model = copy.deepcopy(first)
+    stepper = kinds[name](model.parameters(), lr=optimiser.learning_rate)
+    for step in range(3):
+        model.weight.grad, model.bias.grad = torch.arange(6.0).view(2, 3), torch.arange(6.0, 8.0)
+        stepper.step()
+    assert found[name] == f"{model.state_dict()} {stepper.state_dict()}", name
+"""
+
+
+@pytest.mark.slow
+def test_an_optimiser_steps_as_torch_s_does_and_does_not_load_what_compiles():
+    subprocess.run([sys.executable, "-c", _OPTIMISERS], check=True)
 
 
 @pytest.mark.slow
