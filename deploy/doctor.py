@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 
 from shufl.accounting import rounds_within_budget
 from shufl.clients.device import RunOffered, read_device, runs_of
-from shufl.deploy.plan import LONGEST_SOCKET
-from shufl.deploy.sites import NodeSite, ServerSite, flower_connection, load_site, role_of
-from shufl.deploy.status import ask_health
+from shufl.deploy.deployment import LONGEST_SOCKET
+from shufl.deploy.run_status import ask_health
+from shufl.deploy.site_files import NodeSite, ServerSite, flower_connection, load_site, role_of
 from shufl.learning.config import load
 from shufl.learning.section import one_line
 from shufl.protocol import shuffler_of

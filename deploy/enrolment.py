@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from shufl.deploy.acts import LOG_FILE, note
-from shufl.deploy.plan import Deployment
+from shufl.deploy.deployment import Deployment
 from shufl.learning.section import ConfigError
 from shufl.shuffler.callers import Role, fingerprint_of
 from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from, replace_file

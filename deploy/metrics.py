@@ -12,8 +12,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from shufl.clients.device import read_device, runs_of
-from shufl.deploy.sites import NodeSite, ServerSite, load_site, role_of
-from shufl.deploy.status import health_of, newest_run, status_of
+from shufl.deploy.run_status import health_of, newest_run, status_of
+from shufl.deploy.site_files import NodeSite, ServerSite, load_site, role_of
 from shufl.shuffler.keys import read_certificate, renew_from
 
 

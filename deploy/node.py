@@ -16,7 +16,7 @@ import torch
 from shufl.accounting import PrivacyPlan
 from shufl.clients import ClientSettings, load_device
 from shufl.clients.worker import Worker
-from shufl.deploy.sites import NodeSite, check_cover
+from shufl.deploy.site_files import NodeSite, check_cover
 from shufl.learning import UserRecords
 from shufl.learning.config import Config, load
 from shufl.learning.configured import (

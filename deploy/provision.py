@@ -19,8 +19,7 @@ import tomli_w
 from shufl.accounting import PrivacyPlan
 from shufl.clients import DeviceLimits
 from shufl.clients.device import RunOffered
-from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolled, Enrolment
-from shufl.deploy.plan import (
+from shufl.deploy.deployment import (
     Deployment,
     NodeEntry,
     Process,
@@ -30,8 +29,9 @@ from shufl.deploy.plan import (
     server_process,
     shuffler_process,
 )
+from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolled, Enrolment
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.sites import ServerSite
+from shufl.deploy.site_files import ServerSite
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
 from shufl.learning.section import ConfigError, is_carried

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shufl.deploy.acts import note
-from shufl.deploy.plan import PROGRAMS, flower_environment
-from shufl.deploy.sites import (
+from shufl.deploy.deployment import PROGRAMS, flower_environment
+from shufl.deploy.site_files import (
     FLOWER_FOLDER,
     REGISTERED_FILE,
     Registered,

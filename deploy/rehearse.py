@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from shufl.deploy.plan import (
+from shufl.deploy.deployment import (
     LONGEST_SOCKET,
     Deployment,
     NodeEntry,

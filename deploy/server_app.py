@@ -25,7 +25,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.accounting import Ledger, LedgerError
-from shufl.deploy.sites import (
+from shufl.deploy.site_files import (
     CONSOLE_FILE,
     OUTCOME_FILE,
     STOP_FILE,

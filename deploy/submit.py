@@ -17,9 +17,9 @@ from typing import IO
 
 from shufl.accounting import Ledger
 from shufl.deploy.acts import note
-from shufl.deploy.plan import PROGRAMS, flower_environment
+from shufl.deploy.deployment import PROGRAMS, flower_environment
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.sites import (
+from shufl.deploy.site_files import (
     CONSOLE_FILE,
     FLOWER_FOLDER,
     OUTCOME_FILE,

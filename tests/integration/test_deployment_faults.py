@@ -13,7 +13,7 @@ import pytest
 
 from deployment_world import World, message_seconds
 from ports import free_port
-from shufl.deploy.plan import node_processes
+from shufl.deploy.deployment import node_processes
 from tiny_disk import fill, tiny_disk_at
 
 

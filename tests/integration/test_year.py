@@ -19,7 +19,7 @@ from shufl.clients.device import load_device
 from shufl.deploy.provision import provision
 from shufl.deploy.register import register
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.status import newest_run
+from shufl.deploy.run_status import newest_run
 from shufl.shuffler import Credentials
 from shufl.shuffler.keys import Request, make_flower_key
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shufl.deploy.plan import (
+from shufl.deploy.deployment import (
     PROGRAMS,
     Deployment,
     node_processes,

@@ -25,7 +25,7 @@ from shufl.clients import load_device
 from shufl.deploy.doctor import examine
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.sites import NodeSite, load_site
+from shufl.deploy.site_files import NodeSite, load_site
 from shufl.learning.config import load
 from shufl.learning.section import ConfigError
 from shufl.shuffler.callers import Role

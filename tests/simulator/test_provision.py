@@ -20,12 +20,12 @@ from shufl.accounting import PrivacyPlan
 from shufl.cli.__main__ import app
 from shufl.clients import RoundRefused, load_device
 from shufl.deploy import server_app
+from shufl.deploy.deployment import Deployment
 from shufl.deploy.node import agreed_plan, check_data, node_settings
-from shufl.deploy.plan import Deployment
 from shufl.deploy.provision import provision
 from shufl.deploy.register import register
 from shufl.deploy.server_app import DeployedEngine, deployed_experiment
-from shufl.deploy.sites import OUTCOME_FILE, STOP_FILE, NodeSite, ServerSite, load_site
+from shufl.deploy.site_files import OUTCOME_FILE, STOP_FILE, NodeSite, ServerSite, load_site
 from shufl.learning.config import load
 from shufl.learning.data.datasets import load_dataset
 from shufl.learning.section import ConfigError

@@ -52,7 +52,7 @@ def provision_command(
     Run it again whenever a node is added or a request has come: what is there stays as it is.
     authority/log.jsonl has who signed what, and when.
     """
-    from shufl.deploy.plan import Deployment
+    from shufl.deploy.deployment import Deployment
     from shufl.deploy.provision import provision
     from shufl.learning.section import ConfigError, make_importable
     from shufl.shuffler.keys import check_days
@@ -118,7 +118,7 @@ def rehearse_command(
     ] = False,
 ) -> None:
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
-    from shufl.deploy.plan import Deployment
+    from shufl.deploy.deployment import Deployment
     from shufl.deploy.rehearse import rehearse
     from shufl.learning.section import ConfigError, make_importable
     from shufl.results.engine import EngineFailed
@@ -163,7 +163,7 @@ def node_command(
         logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
     from shufl.clients import serve_device
     from shufl.deploy.node import node_settings
-    from shufl.deploy.sites import NodeSite, load_site
+    from shufl.deploy.site_files import NodeSite, load_site
     from shufl.learning.section import make_importable
 
     make_importable([folder])
@@ -236,8 +236,8 @@ def status_command(
     json: options.Json = False,
 ) -> None:
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
-    from shufl.deploy.sites import ServerSite, load_site
-    from shufl.deploy.status import newest_run, status_of
+    from shufl.deploy.run_status import newest_run, status_of
+    from shufl.deploy.site_files import ServerSite, load_site
     from shufl.learning.section import ConfigError
 
     here = Path("server.toml")
