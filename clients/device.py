@@ -31,7 +31,7 @@ from shufl import accounting
 from shufl.accounting.plan import PrivacyPlan
 from shufl.protocol.mechanisms import new_allocation_key
 from shufl.protocol.plan import ON_THEIR_OWN, AccountantName, Adjacency, CheckInRate, Plan
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 from shufl.protocol.validation import (
     Checked,
     Count,

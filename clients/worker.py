@@ -31,7 +31,7 @@ from shufl.learning.local_training import LocalTraining, UserRecords
 from shufl.learning.trained import dimension, sent
 from shufl.learning.work import Records, Work, raised
 from shufl.protocol.plan import Window
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 
 TO_DO, AT_WORK, DONE, FAILED = range(4)
 """How far a user's update is."""

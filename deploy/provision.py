@@ -36,7 +36,7 @@ from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
 from shufl.learning.section import ConfigError, is_carried
 from shufl.protocol.plan import AccountantName
-from shufl.protocol.rounding import rounded_down
+from shufl.protocol.text import rounded_down
 from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import replace_file

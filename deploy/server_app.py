@@ -38,8 +38,8 @@ from shufl.learning.configured import check_model_size
 from shufl.learning.data.features import check_digest
 from shufl.learning.section import ConfigError, make_importable, one_line
 from shufl.protocol.console import Console
-from shufl.protocol.logs import logs_to
 from shufl.protocol.plan import Times
+from shufl.protocol.text import logs_to
 from shufl.results.experiment import Experiment, prepare
 from shufl.results.rows import MetricsError
 from shufl.results.run import Run

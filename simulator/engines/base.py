@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from shufl.learning.section import ConfigError, one_line
-from shufl.protocol.logs import logs_to
+from shufl.protocol.text import logs_to
 from shufl.results.engine import EngineFailed
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from shufl.cli import end_in_order, options
 from shufl.protocol.console import Console
-from shufl.protocol.logs import log_handler
+from shufl.protocol.text import log_handler
 from shufl.results.tables import epsilon_text, score_text
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
@@ -217,6 +217,7 @@ def register_command(
     Run it again whenever that folder has changed, also while a run goes on.
     """
     from shufl.deploy.register import register
+
     from shufl.learning.section import ConfigError
     from shufl.results.engine import EngineFailed
 
