@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,55 +16,124 @@ from shufl.protocol import shuffler_of
 from shufl.protocol.validation import Count, Positive, Seconds
 from shufl.shuffler.config import Limits
 
+_LETTERS = "letters, digits, '.', '_' and '-'"
 Name = Annotated[
     str,
     Field(
-        pattern="^[A-Za-z0-9][A-Za-z0-9-]{0,39}$",
-        description="at most 40 letters, digits or '-'",
+        pattern="^[A-Za-z0-9][A-Za-z0-9-]{0,39}$", description="at most 40 letters, digits or '-'"
     ),
 ]
 Host = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9.:-]+$", description="a DNS name or an IP address"),
+    str, Field(pattern=r"^[A-Za-z0-9.:-]+$", description="a DNS name or an IP address")
 ]
 Folder = Annotated[
-    str,
-    Field(
-        pattern=r"^(/[A-Za-z0-9._-]+)+$",
-        description="an absolute path of letters, digits, '.', '_' and '-'",
-    ),
+    str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$", description=f"an absolute path of {_LETTERS}")
 ]
 Port = Annotated[int, Field(ge=1, le=65535, description="a whole number from 1 to 65535")]
 
 
-class ServerEntry(Section):
-    """The server of a deployment.
+@dataclass(frozen=True)
+class Process:
+    """A process of a site, started in the site's folder.
 
     Attributes:
-        host, port: where nodes reach the reverse proxy before Flower's SuperLink.
-        local_port: of the SuperLink, on loopback.
-        round_timeout, patience: as in `ServerSite`.
+        name: that of its service unit.
+        command: its program, by name, and arguments, as a shell reads them.
+        about: what it is.
+        user: the account that it runs as.
+        home: Flower's, in the site's folder.
+        stop_seconds: from SIGTERM until it is killed.
+        unit: what else its service unit has under `[Service]`.
+        after: the process that it starts after, and ends before.
+    """
+
+    name: str
+    command: str
+    about: str
+    user: str = "shufl"
+    home: str = "flower"
+    stop_seconds: float = 90.0
+    unit: tuple[str, ...] = ("Restart=always",)
+    after: str = ""
+
+    def command_in(self, programs: Path) -> list[str]:
+        """The command's words, with its program's path in this folder."""
+        program, *arguments = shlex.split(self.command)
+        return [str(programs / program), *arguments]
+
+
+PROGRAMS = Path(sys.executable).parent
+"""Where the programs of this environment are."""
+
+_ENDING_SECONDS = 30.0  # a process that has ended its round needs no more
+
+LONGEST_SOCKET = 100
+"""Characters in the path of a node's Unix socket, at most."""
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Environment variables for Flower's programs, which start others by their names alone."""
+    path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}
+
+
+class _Reached(Section):
+    """A site that other parties reach.
+
+    Attributes:
+        host, port: where they reach the reverse proxy before its process.
+        local_port: of the process, on loopback.
     """
 
     host: Host
+    port: Port
+    local_port: Port
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the reverse proxy."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+class ServerEntry(_Reached):
+    """The server of a deployment, which nodes reach; its process is Flower's SuperLink.
+
+    Attributes:
+        round_timeout, patience: as in `ServerSite`.
+    """
+
     port: Port = 8443
     local_port: Port = 8000
     round_timeout: Seconds = 120.0
     patience: Positive = 3600.0
 
+    @property
+    def process(self) -> Process:
+        """Flower's SuperLink, which starts the ServerApp."""
+        command = (
+            f"flower-superlink --host 127.0.0.1 --port {self.local_port} "
+            "--ssl-certfile keys/superlink.pem --ssl-keyfile keys/superlink.key "
+            "--ssl-ca-certfile keys/flower-authority.pem --enable-supernode-auth "
+            "--database flower/superlink.db --disable-runtime-dependency-installation"
+        )
+        return Process("superlink", command, "Flower's SuperLink")
 
-class ShufflerEntry(Section):
-    """A shuffler.
 
-    Attributes:
-        host, port: where nodes and the server reach the proxy before it.
-        local_port: of the shuffler, on loopback.
-    """
+class ShufflerEntry(_Reached):
+    """A shuffler, which nodes and the server reach."""
 
     name: Name
-    host: Host
     port: Port = 9000
     local_port: Port = 9001
+
+    @property
+    def process(self) -> Process:
+        """The shuffler."""
+        command = "shufl shuffler --config shuffler.toml"
+        seconds = Limits().stop_seconds + _ENDING_SECONDS  # for releases
+        return Process("shuffler", command, "the shuffler", stop_seconds=seconds)
 
 
 class NodeEntry(Section):
@@ -79,6 +149,39 @@ class NodeEntry(Section):
     data: str = "simulated"
     port: Port = 9094
     withdrawn: bool = False
+
+    def processes(self, server_address: str, seconds: float) -> tuple[Process, ...]:
+        """A node's own process, and Flower's two, which pass messages on to it.
+
+        A round takes `seconds`. The last process runs the code that the server sends; it has no
+        key of Flower's and, under systemd, no network but loopback.
+        """
+        relay = (
+            f"flower-supernode --superlink {server_address} --port {self.port} "
+            "--root-certificates keys/flower-authority.pem "
+            "--auth-supernode-private-key keys/flower.key "
+            """--node-config 'socket="node.sock"' --isolation process"""
+        )
+        counters = "/sys/fs/cgroup", "/run/dbus", "/run/systemd/io.systemd.Manager"
+        no_counters = "InaccessiblePaths=" + " ".join(f"-{path}" for path in counters)
+        only_loopback = "IPAddressDeny=any", "IPAddressAllow=localhost"
+        return (
+            Process(
+                "node",
+                "shufl node --config node.toml",
+                "the process that has the data, coins and keys",
+                stop_seconds=seconds + _ENDING_SECONDS,
+            ),
+            Process("supernode", relay, "Flower's SuperNode, the connection", user="shufl-flower"),
+            Process(
+                "clientapp",
+                f"flower-superexec --runtime-api-address 127.0.0.1:{self.port} --insecure",
+                "Flower's SuperExec, which runs what the server sends",
+                user="shufl-app",
+                home="app",
+                unit=("Restart=always", *only_loopback, no_counters),
+            ),
+        )
 
 
 class Deployment(Section):
@@ -104,8 +207,7 @@ class Deployment(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Deployment:
-        names = ["server", *(each.name for each in self.shufflers)]
-        names += [each.name for each in self.nodes]
+        names = self.sites
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"every site has a name of its own, got {name} twice")
@@ -121,11 +223,15 @@ class Deployment(Section):
         return {number: node for number, node in enumerate(self.nodes) if not node.withdrawn}
 
     @property
+    def sites(self) -> list[str]:
+        """Names of all sites."""
+        shufflers = (each.name for each in self.shufflers)
+        return ["server", *shufflers, *(each.name for each in self.nodes)]
+
+    @property
     def keys(self) -> set[str]:
         """Names of all keys that parties make."""
-        nodes = [node.name for node in self.nodes]
-        shufflers = [each.name for each in self.shufflers]
-        return {"server", "superlink", *shufflers, *nodes, *(f"{name}.flower" for name in nodes)}
+        return {"superlink", *self.sites, *(f"{node.name}.flower" for node in self.nodes)}
 
     @property
     def shuffler_names(self) -> dict[str, str]:
@@ -136,126 +242,15 @@ class Deployment(Section):
             for number, node in enumerate(self.nodes)
         }
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """HOST:PORT of every shuffler."""
-        return tuple(_address(each) for each in self.shufflers)
-
-    @property
-    def server_address(self) -> str:
-        """HOST:PORT where nodes reach the server."""
-        return _address(self.server)
-
-
-def _address(site: ServerEntry | ShufflerEntry) -> str:
-    return f"[{site.host}]:{site.port}" if ":" in site.host else f"{site.host}:{site.port}"
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process of a site, started in the site's folder.
-
-    Attributes:
-        name: that of its service unit.
-        command: its program, by name, and arguments.
-        about: what it is.
-        user: the account that it runs as.
-        home: Flower's, in the site's folder.
-        stop_seconds: from SIGTERM until it is killed.
-        unit: what else its service unit has under `[Service]`.
-        after: the process that it starts after, and ends before.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    about: str
-    user: str = "shufl"
-    home: str = "flower"
-    stop_seconds: float = 90.0
-    unit: tuple[str, ...] = ("Restart=always",)
-    after: str = ""
-
-    @property
-    def arguments(self) -> list[str]:
-        """The command with its program's full path."""
-        return [str(PROGRAMS / self.command[0]), *self.command[1:]]
-
-
-PROGRAMS = Path(sys.executable).parent
-"""Where the programs of this environment are."""
-
-_ENDING_SECONDS = 30.0  # a process that has ended its round needs no more
-
-LONGEST_SOCKET = 100
-"""Characters in the path of a node's Unix socket, at most."""
-
-
-def flower_environment(home: Path) -> dict[str, str]:
-    """Environment variables for Flower's programs, which start others by their names alone."""
-    path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}
-
-
-def run_process(deployment: str, seconds: float) -> Process:
-    """The run on a deployment's SuperLink; each of its rounds takes `seconds`."""
-    command = ("shufl", "run", "run.toml", "--on", deployment, "--continue")
-    # It ends with 2 where somebody has to look, and with 130 where it was asked to.
-    unit = ("Restart=on-failure", "RestartPreventExitStatus=2", "SuccessExitStatus=130")
-    about = "the run, which goes on with the next round when it is started again"
-    return Process(
-        *("run", command, about),
-        stop_seconds=seconds + _ENDING_SECONDS,
-        unit=unit,
-        after="superlink",
-    )
-
-
-def server_process(server: ServerEntry) -> Process:
-    """Flower's SuperLink, which starts the ServerApp."""
-    command = (
-        *("flower-superlink", "--host", "127.0.0.1", "--port", str(server.local_port)),
-        *("--ssl-certfile", "keys/superlink.pem", "--ssl-keyfile", "keys/superlink.key"),
-        *("--ssl-ca-certfile", "keys/flower-authority.pem", "--enable-supernode-auth"),
-        *("--database", "flower/superlink.db", "--disable-runtime-dependency-installation"),
-    )
-    return Process("superlink", command, "Flower's SuperLink")
-
-
-def shuffler_process() -> Process:
-    """A shuffler."""
-    command = ("shufl", "shuffler", "--config", "shuffler.toml")
-    seconds = Limits().stop_seconds + _ENDING_SECONDS  # for releases
-    return Process("shuffler", command, "the shuffler", stop_seconds=seconds)
-
-
-def node_processes(node: NodeEntry, server_address: str, seconds: float) -> tuple[Process, ...]:
-    """A node's own process, and Flower's two, which pass messages on to it.
-
-    A round takes `seconds`. The last process runs the code that the server sends; it has no key of
-    Flower's and, under systemd, no network but loopback.
-    """
-    port = str(node.port)
-    relay = (
-        *("flower-supernode", "--superlink", server_address, "--port", port),
-        *("--root-certificates", "keys/flower-authority.pem"),
-        *("--auth-supernode-private-key", "keys/flower.key"),
-        *("--node-config", 'socket="node.sock"', "--isolation", "process"),
-    )
-    code = ("flower-superexec", "--runtime-api-address", f"127.0.0.1:{port}", "--insecure")
-    own = ("shufl", "node", "--config", "node.toml")
-    about = "the process that has the data, coins and keys"
-    only_loopback = ("IPAddressDeny=any", "IPAddressAllow=localhost")
-    counters = "/sys/fs/cgroup", "/run/dbus", "/run/systemd/io.systemd.Manager"
-    no_counters = "InaccessiblePaths=" + " ".join(f"-{path}" for path in counters)
-    always = "Restart=always"
-    return (
-        Process("node", own, about, stop_seconds=seconds + _ENDING_SECONDS),
-        Process("supernode", relay, "Flower's SuperNode, the connection", "shufl-flower"),
-        Process(
-            *("clientapp", code, "Flower's SuperExec, which runs what the server sends"),
-            user="shufl-app",
-            home="app",
-            unit=(always, *only_loopback, no_counters),
-        ),
-    )
+    def run_process(self, seconds: float) -> Process:
+        """The run on the SuperLink; each of its rounds takes `seconds`."""
+        # It ends with 2 where somebody has to look, and with 130 where it was asked to.
+        unit = "Restart=on-failure", "RestartPreventExitStatus=2", "SuccessExitStatus=130"
+        return Process(
+            "run",
+            f"shufl run run.toml --on {self.name} --continue",
+            "the run, which goes on with the next round when it is started again",
+            stop_seconds=seconds + _ENDING_SECONDS,
+            unit=unit,
+            after="superlink",
+        )

@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shufl.deploy.deployment import (
-    PROGRAMS,
-    Deployment,
-    node_processes,
-    server_process,
-)
+from shufl.deploy.deployment import PROGRAMS, Deployment
 from shufl.deploy.provision import provision
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.operations import Metrics
@@ -122,10 +117,10 @@ def test_alerts_and_dashboard_ask_for_metrics_that_there_are(sites):
 def test_a_container_starts_what_the_unit_says(example, sites, tmp_path):
     address = f"{example.server.host}:{example.server.port}"
     node = example.nodes[0]
-    cases = [("server", server_process(example.server))]
-    cases += [(node.name, process) for process in node_processes(node, address, 120)]
+    cases = [("server", example.server.process)]
+    cases += [(node.name, process) for process in node.processes(address, 120)]
     for site, process in cases:
-        program, *arguments = process.command
+        program, *arguments = shlex.split(process.command)
         _program(tmp_path, program, 'printf "%s\\n" "$@"')
         started = subprocess.run(
             ["sh", str(DEPLOY / "site.sh"), "start", process.name],

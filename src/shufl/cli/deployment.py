@@ -216,8 +216,7 @@ def register_command(
 
     Run it again whenever that folder has changed, also while a run goes on.
     """
-    from shufl.deploy.register import register
-
+    from shufl.deploy.superlink import register
     from shufl.learning.section import ConfigError
     from shufl.results.engine import EngineFailed
 
