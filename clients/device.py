@@ -287,7 +287,7 @@ class DeviceLedger:
             rows.execute("COMMIT")
 
     def check(self, run_id: str, plan: PrivacyPlan, rounds: int) -> None:
-        """Refuses a run of which no round would be accepted; enters nothing.
+        """Refuses a run if none of its rounds would be accepted; enters nothing.
 
         Raises:
             RoundRefused, ValueError: as `offer`.

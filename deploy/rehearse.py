@@ -1,7 +1,7 @@
 """`shufl rehearse`: a whole deployment on this machine, as real processes on loopback.
 
-Everything is as in production but for hosts, ports and the reverse proxy: sites with keys of their
-own, TLS and node authentication, Flower's SuperLink and SuperNodes, shufflers, nodes.
+Only hosts, ports and the reverse proxy differ from production. The sites have keys of their own,
+TLS and node authentication; Flower's SuperLink and SuperNodes, shufflers and nodes are real.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def deployed_experiment(config: Config, shufflers: int) -> Experiment:
-    """A run on real nodes and so many shufflers: nothing of it is drawn from the seed.
+    """A run on real nodes and `shufflers` shufflers: nothing of it is drawn from the seed.
 
     No round is played again, so each has its checkpoint.
     """
@@ -154,7 +154,7 @@ class DeployedEngine:
     def __init__(
         self, experiment: Experiment, site: ServerSite, grid: Grid, tell: Callable[[str], None]
     ):
-        """Checks that as many shufflers are named as the plan counts on, and the data's digest."""
+        """Checks the number of shufflers that the server's file names, and the data's digest."""
         if experiment.config.shuffler.number != len(site.shufflers):
             raise ConfigError(
                 f"shuffler.number must be {len(site.shufflers)}, the shufflers of the server's "

@@ -47,7 +47,7 @@ def rounded_down(value: float, digits: int = 4) -> str:
 
 
 def _rounded(value: float, rounding: str, count: int) -> str:
-    """Rounded in one direction, but for what lies within the errors of floating point."""
+    """Rounds in one direction; what lies within the errors of floating point is ignored."""
     digits = Context(prec=12).create_decimal_from_float(value)
     return f"{float(Context(prec=count, rounding=rounding).plus(digits)):.{count}g}"
 

@@ -34,11 +34,15 @@ class Record(BaseModel):
 
 
 class ConfigError(ValueError):
-    """A value that is not allowed, wherever it comes from; one line says which, and what is."""
+    """A value is not allowed, in a configuration, a file or an argument.
+
+    Its text is one line that names the value, what was given and what is allowed, such as
+    `check-in rate must lie in (0, 1], got 1.3`.
+    """
 
 
 class Checked(Record):
-    """A record of which a wrong value is a ConfigError of one line."""
+    """A record that answers a wrong value by a ConfigError of one line."""
 
     def __init__(self, **values: Any) -> None:
         """Checks every value.

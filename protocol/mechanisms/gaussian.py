@@ -130,8 +130,8 @@ def rounded(
         undecided = _undecided(noisy, draws, _NEAR * max(1.0, float(deviation) / unit / 2731))
     np.rint(noisy, out=noisy)
     for place in undecided:
-        about = Fraction(float(values[place])), Normal(int(draws[place]))
-        noisy[place] = _decide(*about, deviation, Fraction(unit), most)
+        start, normal = Fraction(float(values[place])), Normal(int(draws[place]))
+        noisy[place] = _decide(start, normal, deviation, Fraction(unit), most)
     return noisy
 
 
