@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from shufl.learning.section import Section
 from shufl.protocol import shuffler_of
 from shufl.protocol.validation import Count, Positive, Seconds
+from shufl.shuffler.callers import Role
 from shufl.shuffler.config import Limits
 
 _LETTERS = "letters, digits, '.', '_' and '-'"
@@ -62,6 +63,23 @@ class Process:
         return [str(programs / program), *arguments]
 
 
+@dataclass(frozen=True)
+class Site:
+    """A site's folder, as `provision` makes it.
+
+    Attributes:
+        name: of the site and its folder.
+        files: what is in it, by name.
+        requests: what the certificates are for that it asks for, by name.
+        processes: what it runs.
+    """
+
+    name: str
+    files: dict[str, str]
+    requests: dict[str, Role]
+    processes: tuple[Process, ...]
+
+
 PROGRAMS = Path(sys.executable).parent
 """Where the programs of this environment are."""
 
@@ -76,6 +94,9 @@ def flower_environment(home: Path) -> dict[str, str]:
     path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}
+
+
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class _Reached(Section):
@@ -95,6 +116,13 @@ class _Reached(Section):
         """HOST:PORT of the reverse proxy."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+    @property
+    def values(self) -> dict[str, object]:
+        """What the templates of the site's files need: its keys, and where the proxy listens."""
+        listen = "[::]" if ":" in self.host else "0.0.0.0"
+        listen = "127.0.0.1" if self.host in _LOOPBACK else listen
+        return self.model_dump() | {"address": self.address, "listen": listen}
 
 
 class ServerEntry(_Reached):

@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 from cryptography import x509
 
-from shufl.deploy.deployment import Deployment
+from shufl.deploy.deployment import Deployment, Site
 from shufl.deploy.site_files import LOG_FILE, append_log
 from shufl.learning.section import ConfigError
 from shufl.shuffler.callers import Role, fingerprint_of
@@ -34,10 +34,14 @@ _SPREAD = 0.1  # of its days by which a certificate may end earlier, so that not
 
 
 @dataclass
-class Enrolled:
-    """What a call of `provision` did about keys.
+class Provisioned:
+    """What a call of `provision` did.
 
     Attributes:
+        sites: all of them.
+        made: sites whose folders are new.
+        kept: files that would be others by now, and stay as they are.
+        short: by shuffler, how many users its nodes speak for, where no release is made of so few.
         signed: requests that were signed, and Flower keys that the server is told of.
         unapproved: fingerprints of keys that have come but are not approved, by name.
         waiting: requests that have not come.
@@ -48,6 +52,10 @@ class Enrolled:
             who is shown one asks whether it is withdrawn.
     """
 
+    sites: list[Site] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    short: dict[str, int] = field(default_factory=dict)
     signed: list[str] = field(default_factory=list)
     unapproved: dict[str, str] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
@@ -71,7 +79,7 @@ class Enrolment:
         Raises:
             ValueError, OSError: they, or their log, cannot be read or made.
         """
-        self.done = Enrolled()
+        self.done = Provisioned()
         self._deployment, self._out, self._approve, self._days = deployment, out, approve, days
         self._hosts = {each.name: each.host for each in deployment.shufflers}
         self._hosts["superlink"] = deployment.server.host
@@ -163,21 +171,19 @@ class Enrolment:
         replace_file(folder / Path(AGREED_FILE).name, text.encode())
         for node in self._deployment.nodes:
             theirs, ours = self._out / node.name / "keys/flower.pub", folder / f"{node.name}.pub"
+            known = ours.read_bytes() if ours.exists() else b""
             if node.withdrawn:
-                if ours.exists():
+                if known:
                     ours.unlink()
                     self._log("withdrew", name=node.name)
-                continue
-            key = theirs.read_bytes() if theirs.exists() else b""
-            if not key or (ours.exists() and ours.read_bytes() == key):
-                continue
-            name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
-            if self._approve(name, fingerprint):
-                replace_file(ours, key)
-                self._log("told the server of", name=name, key=fingerprint)
-                self.done.signed.append(name)
-            else:
-                self.done.unapproved[name] = fingerprint
+            elif theirs.exists() and (key := theirs.read_bytes()) != known:
+                name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
+                if self._approve(name, fingerprint):
+                    replace_file(ours, key)
+                    self._log("told the server of", name=name, key=fingerprint)
+                    self.done.signed.append(name)
+                else:
+                    self.done.unapproved[name] = fingerprint
 
     def _ends(self, name: str) -> dict[str, str]:
         """Fingerprint and last day of a node's certificate, if it has one."""

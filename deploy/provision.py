@@ -10,7 +10,7 @@ import importlib.resources
 import shlex
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import tomli_w
 from shufl.accounting import PrivacyPlan
 from shufl.clients import DeviceLimits
 from shufl.clients.device import RunOffered
-from shufl.deploy.deployment import Deployment, NodeEntry, Process, ServerEntry, ShufflerEntry
-from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolled, Enrolment
+from shufl.deploy.deployment import Deployment, Process, ShufflerEntry, Site
+from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolment, Provisioned
 from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.site_files import ServerSite
 from shufl.learning.config import dumps, load
@@ -31,44 +31,6 @@ from shufl.protocol.text import rounded_down
 from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import replace_file
-
-_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-
-
-@dataclass(frozen=True)
-class Site:
-    """One folder that `provision` makes.
-
-    Attributes:
-        name: of the site and its folder.
-        files: what is in it, by name.
-        requests: what the certificates are for that it asks for, by name.
-        processes: what it runs.
-    """
-
-    name: str
-    files: dict[str, str]
-    requests: dict[str, Role]
-    processes: tuple[Process, ...]
-
-
-@dataclass(frozen=True)
-class Provisioned:
-    """What a call of `provision` did.
-
-    Attributes:
-        sites: all of them.
-        enrolled: what became of keys.
-        made: sites whose folders are new.
-        kept: files that would be others by now, and stay as they are.
-        short: by shuffler, how many users its nodes speak for, where no release is made of so few.
-    """
-
-    sites: list[Site]
-    enrolled: Enrolled
-    made: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    short: dict[str, int] = field(default_factory=dict)
 
 
 def provision(
@@ -102,13 +64,13 @@ def provision(
     enrolment = Enrolment(deployment, out, approve, days)
     for name in forget:
         enrolment.forget(name)
-    sites = _Sites(deployment, experiment, base, out if in_place else None).all()
     crowds = dict.fromkeys((each.name for each in deployment.shufflers), 0)
     for node in deployment.numbered.values():
         crowds[deployment.shuffler_names[node.name]] += node.users
-    short = {name: users for name, users in crowds.items() if users < plan.fewest_present}
-    done = Provisioned(sites, enrolment.done, short=short)
-    for site in sites:
+    done = enrolment.done
+    done.short = {name: users for name, users in crowds.items() if users < plan.fewest_present}
+    done.sites = _Sites(deployment, experiment, base, out if in_place else None).all()
+    for site in done.sites:
         folder = out / site.name
         if not folder.exists():
             done.made.append(site.name)
@@ -165,7 +127,7 @@ class _Sites:
         settings = ServerSite(
             shufflers=self._addresses,
             certificate="keys/server.pem",
-            digest=self._digest(*self._deployment.nodes),
+            digest=self._digest(*(node.data for node in self._deployment.nodes)),
             nodes=AGREED_FILE,
             round_timeout=server.round_timeout,
             patience=server.patience,
@@ -182,12 +144,12 @@ class _Sites:
         processes = server.process, self._deployment.run_process(self._round_seconds)
         requests = {"server": Role.SERVER, "superlink": Role.SHUFFLER}
         templates = "server.md", "nginx.conf", "nftables.conf"
-        values = _reached(server) | {"accounts": "shufl, www-data"}
+        values = server.values | {"accounts": "shufl, www-data"}
         return self._site("server", requests, processes, files, templates, values)
 
     def _shuffler(self, entry: ShufflerEntry) -> Site:
         nodes, plan = len(self._deployment.nodes), self._experiment.plan
-        values = _reached(entry) | {
+        values = entry.values | {
             "streams": max(24, 4 * nodes),
             "connections": max(LEAST_CONNECTIONS, 2 * nodes),
             "blankets": rounded_down(plan.shuffler_blankets, 6),
@@ -222,7 +184,7 @@ class _Sites:
             "socket": "node.sock",
             "shufflers": self._addresses,
             "certificate": f"keys/{entry.name}.pem",
-            "digest": self._digest(entry),
+            "digest": self._digest(entry.data),
             "superlink": superlink,
         }
         files = self._run(entry.data) | {
@@ -237,10 +199,10 @@ class _Sites:
     def _folder(self, name: str) -> str:
         return self._deployment.folder if self._out is None else str(self._out / name)
 
-    def _digest(self, *nodes: NodeEntry) -> str:
-        """The data's digest, if one of these nodes has simulated data; otherwise empty."""
-        data, simulated = self._experiment.config.data, (node.data == "simulated" for node in nodes)
-        return data_digest(data.dataset, data.features) if any(simulated) else ""
+    def _digest(self, *of_nodes: str) -> str:
+        """The data's digest, if the data of one of these nodes are simulated; otherwise empty."""
+        data = self._experiment.config.data
+        return data_digest(data.dataset, data.features) if "simulated" in of_nodes else ""
 
     def _run(self, data: str = "") -> dict[str, str]:
         """The run's file, and modules beside the deployment's file that it or `data` names."""
@@ -288,12 +250,6 @@ class _Sites:
 _NAMES = dict.fromkeys(("server.md", "shuffler.md", "node.md"), "README.md")
 _NAMES |= {"stream.conf": "nginx.conf", "nftables-app.conf": "nftables.conf"}
 """Files whose templates have other names; what two templates make of one file is joined."""
-
-
-def _reached(site: ServerEntry | ShufflerEntry) -> dict[str, object]:
-    """Where a site is reached, and where its proxy listens."""
-    listen = "127.0.0.1" if site.host in _LOOPBACK else "[::]" if ":" in site.host else "0.0.0.0"
-    return site.model_dump() | {"address": site.address, "listen": listen}
 
 
 def _device(plan: PrivacyPlan, rounds: int) -> str:

@@ -64,11 +64,8 @@ def on_loopback(deployment: Deployment, proxied: bool) -> Deployment:
 def free_ports(number: int) -> Iterator[int]:
     """Ports of loopback that nobody listens on."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in sockets]
-    return iter(ports)
+        servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+        return iter([stack.enter_context(server).getsockname()[1] for server in servers])
 
 
 class Rehearsal:

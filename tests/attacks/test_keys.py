@@ -222,6 +222,7 @@ def test_a_name_is_used_once(tmp_path: Path, authority: Path, csr: Path):
         (("--role=shuffler",), "a shuffler's certificate needs hosts"),
         (("--role=shuffler", "--host=a b"), "a host is a DNS name or an IP address"),
         (("--role=authority",), "an authority is issued by none"),
+        (("--role=server", "--host=a"), "a shuffler's certificate needs hosts"),
         (("--role=server", "--days=0"), "--days lies in (0, 36500], got 0"),
     ],
 )

@@ -52,7 +52,7 @@ class Year(World):
         )
         done = provision(self.deployment, self.base, self.folder, approve, in_place=True)
         self.sites = {site.name: site for site in done.sites}
-        return done.enrolled
+        return done
 
     def enrol(self, name):
         """What a new node, or one with new keys, does."""

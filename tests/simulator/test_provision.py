@@ -117,11 +117,11 @@ def contents(folder):
 def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
     first = provisioned(base)
     assert first.made == ["server", "shuffler-1", "ward-1", "ward-2"]
-    assert len(first.enrolled.waiting) == 5
+    assert len(first.waiting) == 5
     keys = request_everything(base, "ward-1", "ward-2")
     second = provisioned(base)
-    assert (second.made, second.enrolled.waiting) == ([], [])
-    assert set(second.enrolled.signed) == {
+    assert (second.made, second.waiting) == ([], [])
+    assert set(second.signed) == {
         "server",
         "superlink",
         "shuffler-1",
@@ -148,18 +148,16 @@ def test_what_nobody_has_approved_is_not_signed(base):
         asked[name] = key
         return name == "server"
 
-    done = provisioned(base, only_the_server).enrolled
+    done = provisioned(base, only_the_server)
     assert done.signed == ["server"]
     assert list(done.unapproved) == ["superlink", "shuffler-1", "ward-1", "ward-2", *FLOWERS]
     assert asked["ward-1"] == Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
     assert not (keys["ward-1"] / "ward-1.pem").exists()
     assert not list((base / "sites/server/nodes").glob("*.pub"))
-    assert set(provisioned(base).enrolled.signed) == {*done.unapproved}
-    assert not provisioned(
-        base, only_the_server
-    ).enrolled.unapproved  # what is there is not asked for again
+    assert set(provisioned(base).signed) == {*done.unapproved}
+    assert not provisioned(base, only_the_server).unapproved  # what is there is not asked for again
     (keys["ward-1"] / "flower.pub").write_bytes(b"another\n")
-    assert list(provisioned(base, only_the_server).enrolled.unapproved) == ["ward-1.flower"]
+    assert list(provisioned(base, only_the_server).unapproved) == ["ward-1.flower"]
     assert (base / "sites/server/nodes/ward-1.pub").read_bytes() != b"another\n"
     printed = CliRunner().invoke(app, ["keys", "flower", str(base)]).stdout
     key = hashlib.sha256((base / "flower.pub").read_bytes()).hexdigest()
@@ -174,10 +172,10 @@ def test_who_asks_anew_with_the_same_key_gets_another_certificate_unasked(base):
     """As often as there is a new request; a certificate that lies there proves nothing."""
     keys = enrolled(base, days=30)["ward-1"]
     before = Credentials.read(keys, "ward-1")
-    assert provisioned(base, nobody).enrolled.signed == []
+    assert provisioned(base, nobody).signed == []
     Request.renew(keys, "ward-1")
-    assert provisioned(base, nobody).enrolled.signed == ["ward-1"]
-    assert provisioned(base, nobody).enrolled.signed == []
+    assert provisioned(base, nobody).signed == ["ward-1"]
+    assert provisioned(base, nobody).signed == []
     after = Credentials.read(keys, "ward-1")
     assert after.private_key == before.private_key
     ends = [ends_of(each.certificate) for each in (before, after)]
@@ -188,14 +186,14 @@ def test_who_asks_anew_with_the_same_key_gets_another_certificate_unasked(base):
     Request.create("ward-1").write(keys)
     own = Authority.create().sign(Request.read(keys / "ward-1.csr"), Role.NODE, users=30)
     (keys / "ward-1.pem").write_bytes(own)
-    refused = provisioned(base, lambda name, key: False).enrolled
+    refused = provisioned(base, lambda name, key: False)
     assert (refused.signed, list(refused.unapproved)) == ([], ["ward-1"])
-    done = provisioned(base).enrolled  # approved: the new key takes its place
+    done = provisioned(base)  # approved: the new key takes its place
     assert (done.signed, len(done.to_withdraw)) == (["ward-1"], 2)
     assert done.to_withdraw[1] == after.fingerprint
     (keys / "ward-1.key").write_bytes(before.private_key)
     stolen = Request.renew(keys, "ward-1")
-    refused = provisioned(base, lambda name, key: False).enrolled
+    refused = provisioned(base, lambda name, key: False)
     assert refused.unapproved == {"ward-1": stolen.fingerprint}
 
 
@@ -211,14 +209,13 @@ def test_a_certificate_that_says_what_no_longer_holds_is_to_be_withdrawn(base):
         Request.renew(keys[name], name)
     done = provisioned(base, nobody, **changed)
     assert done.short == {"shuffler-2": 20}  # where 50 users are expected, and 25 needed
-    done = done.enrolled
     assert {*done.signed} == {*before}
     assert done.to_withdraw == [before["ward-2"].fingerprint]
     says = [caller_of(Credentials.read(keys[name], name).certificate) for name in before]
     assert [each.shuffler for each in says] == ["shuffler-1", "shuffler-2"]
     changed["nodes"] = [{"name": "ward-1", "users": 1}, DEPLOYMENT["nodes"][1]]
     Request.renew(keys["ward-1"], "ward-1")
-    done = provisioned(base, nobody, **changed).enrolled
+    done = provisioned(base, nobody, **changed)
     assert before["ward-1"].fingerprint in done.to_withdraw
 
 
@@ -229,15 +226,15 @@ def test_a_key_that_may_be_stolen_is_known_no_more(base):
     Request.renew(keys, "ward-1")
     provisioned(base, nobody)
     second = Credentials.read(keys, "ward-1").fingerprint
-    done = provisioned(base, nobody, forget=["ward-1"]).enrolled
+    done = provisioned(base, nobody, forget=["ward-1"])
     assert done.to_withdraw == [first, second]
     Request.renew(keys, "ward-1")
     for _ in range(2):
-        refused = provisioned(base, lambda name, key: False).enrolled
+        refused = provisioned(base, lambda name, key: False)
         assert ({*refused.unapproved}, refused.to_withdraw) == ({"ward-1"}, [first, second])
     with pytest.raises(ConfigError, match=r"--forget must name a key that was signed .*ward-1$"):
         provisioned(base, forget=["ward-1"])
-    done = provisioned(base, lambda name, key: False, forget=["shuffler-1"]).enrolled
+    done = provisioned(base, lambda name, key: False, forget=["shuffler-1"])
     assert (done.to_withdraw, {*done.stay_valid}) == ([first, second], {"shuffler-1"})
 
 
@@ -249,7 +246,7 @@ def test_what_is_to_be_withdrawn_is_said_though_the_call_before_ended_early(base
         provisioned(base, forget=["ward-1"])
     Request.create("ward-2").write(base)
     (base / "ward-2.csr").replace(keys["ward-2"] / "ward-2.csr")
-    assert provisioned(base, lambda name, key: False).enrolled.to_withdraw == [before]
+    assert provisioned(base, lambda name, key: False).to_withdraw == [before]
 
 
 def test_after_the_authority_s_disk_is_lost_everybody_is_enrolled_anew(base):
@@ -265,9 +262,9 @@ def test_after_the_authority_s_disk_is_lost_everybody_is_enrolled_anew(base):
             (folder / path.name).write_bytes(path.read_bytes())
         Request.renew(folder, name)
     Request.renew(keys["server"], "superlink")
-    asked = provisioned(base, lambda name, key: False).enrolled.unapproved
+    asked = provisioned(base, lambda name, key: False).unapproved
     assert {*asked} == {"superlink", *keys, *FLOWERS}
-    assert {*provisioned(base).enrolled.signed} == {*asked}
+    assert {*provisioned(base).signed} == {*asked}
     for name, folder in keys.items():
         after = Credentials.read(folder, name)
         assert after.private_key == before[name].private_key
@@ -296,7 +293,7 @@ def test_the_authority_keeps_a_log_of_what_it_did(base):
 
 def test_certificates_do_not_all_end_on_one_day_and_say_when_they_end_soon(base):
     keys = enrolled(base, days=100)
-    assert provisioned(base).enrolled.ending == {}
+    assert provisioned(base).ending == {}
     now = datetime.datetime.now(datetime.UTC)
     paths = [folder / f"{name}.pem" for name, folder in keys.items()]
     left = [(ends_of(path.read_bytes()) - now).days for path in paths]
@@ -304,7 +301,7 @@ def test_certificates_do_not_all_end_on_one_day_and_say_when_they_end_soon(base)
     path, authority = keys["ward-2"] / "ward-2.pem", Authority.read(base / "sites/authority")
     request = Request.read(path.with_suffix(".csr"))
     path.write_bytes(authority.sign(request, Role.NODE, users=20, days=0.0001))
-    assert [*provisioned(base).enrolled.ending] == ["ward-2"]
+    assert [*provisioned(base).ending] == ["ward-2"]
     out = CliRunner().invoke(app, ["provision", str(base / "deployment.toml")]).stdout
     assert "ending  ward-2: its certificate is valid until " in out
     assert "shufl keys renew keys --name ward-2" in out

@@ -83,10 +83,9 @@ def provision_command(
         done = provision(plan, base, out, approves, days=days, forget=forget or ())
     for name in done.made:
         typer.echo(f"made    {out / name}: its README.md says what to do there")
-    enrolled = done.enrolled
-    for name in enrolled.signed:
+    for name in done.signed:
         typer.echo(f"signed  {name}")
-    for name, key in enrolled.unapproved.items():
+    for name, key in done.unapproved.items():
         typer.echo(f"not signed {name}: its key is {key}; --approve {name}=… what the party reads")
     for name in done.kept:
         typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
@@ -94,15 +93,15 @@ def provision_command(
         typer.echo(
             f"too few {name}: its nodes speak for {users} users, and no release is made of so few"
         )
-    for name in enrolled.waiting:
+    for name in done.waiting:
         typer.echo(f"waiting for {out / name}")
-    for fingerprint in enrolled.to_withdraw:
+    for fingerprint in done.to_withdraw:
         typer.echo(f"to withdraw at every shuffler, unless that is done: {fingerprint}")
-    for name, until in enrolled.stay_valid.items():
+    for name, until in done.stay_valid.items():
         typer.echo(
             f"valid   the former certificate of {name}, until {until}: it cannot be withdrawn"
         )
-    for name, end in enrolled.ending.items():
+    for name, end in done.ending.items():
         how = f"there: shufl keys renew keys --name {name}, and {name}.csr comes here"
         typer.echo(f"ending  {name}: its certificate is valid until {end:%F}; {how}")
 
