@@ -18,7 +18,6 @@ from rich.table import Table
 from shufl.cli import end_in_order, options
 from shufl.protocol.console import Console
 from shufl.protocol.text import log_handler
-from shufl.results.tables import epsilon_text, score_text
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -238,6 +237,7 @@ def status_command(
     from shufl.deploy.run_status import newest_run, status_of
     from shufl.deploy.site_files import ServerSite, load_site
     from shufl.learning.section import ConfigError
+    from shufl.results.tables import epsilon_text, score_text
 
     here = Path("server.toml")
     with options.failing(ConfigError, OSError):
