@@ -22,9 +22,9 @@ import threading
 import time
 from pathlib import Path
 
-from shufl.deploy.plan import Deployment, NodeEntry, ServerEntry, ShufflerEntry
+from shufl.deploy.deployment import Deployment, NodeEntry, ServerEntry, ShufflerEntry
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.submit import run_on
+from shufl.deploy.superlink import run_on
 from shufl.learning.config import load
 
 RUN = """

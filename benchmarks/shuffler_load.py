@@ -90,7 +90,7 @@ def nginx(directory: Path, address: str, nodes: int) -> Iterator[str]:
         listen="127.0.0.1",
         port=port,
         local_port=parse_address(address)[1],
-        most=max(LEAST_CONNECTIONS, 2 * nodes),
+        connections=max(LEAST_CONNECTIONS, 2 * nodes),
     )
     module = f"load_module {STREAM_MODULE};\n" if STREAM_MODULE.exists() else ""
     main = directory / "nginx.conf"

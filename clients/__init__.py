@@ -4,6 +4,24 @@
 deployed node; the rest are their parts, each usable alone. Coins and the noisy report itself are in
 `shufl.protocol.mechanisms`.
 
+A deployed node is three services under three accounts, and what they start:
+
+    server's machine           node's machine
+    ------------------         -----------------------------------------------------------------
+    Flower's SuperLink <-TLS-> flower-supernode    account shufl-flower: the key for Flower
+                                  |  a port of loopback
+                               flower-superexec    account shufl-app: no key of Flower's, and no
+                                  |                network but loopback
+                                  |  starts one for each message
+                               flwr-clientapp      runs the code that the server sends: `relay.py`
+                                  |                passes the message on, and the answer back
+                                  |  gRPC over the Unix socket node.sock
+    shuffler <---------TLS---- shufl node          account shufl: `device_process.py` has the keys,
+                                  |                coins and the owner's ledger, and sends reports
+                                  |  a pipe, and shared memory
+                               worker              its child: `worker.py` has the users' records,
+                                                   and computes updates
+
 The names of `__init__.pyi` are imported when they are first used, so that the deployed ClientApp
 (`shufl.clients.relay`) starts without torch.
 """

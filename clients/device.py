@@ -31,7 +31,7 @@ from shufl import accounting
 from shufl.accounting.plan import PrivacyPlan
 from shufl.protocol.mechanisms import new_allocation_key
 from shufl.protocol.plan import ON_THEIR_OWN, AccountantName, Adjacency, CheckInRate, Plan
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 from shufl.protocol.validation import (
     Checked,
     Count,
@@ -282,7 +282,7 @@ class SimulatedLedger:
             rows.execute("COMMIT")
 
     def check(self, run_id: str, plan: PrivacyPlan, rounds: int) -> None:
-        """Refuses a run of which no round would be accepted; enters nothing.
+        """Refuses a run if none of its rounds would be accepted; enters nothing.
 
         Raises:
             RoundRefused, ValueError: as `offer`.

@@ -237,10 +237,10 @@ class Node:
         return until
 
     def accept_run(self, run_id: str, node: int = 0) -> None:
-        """Refuses a run of which the owner of a node's device accepts no round.
+        """Refuses a run if the owner of the node's device would accept none of its rounds.
 
         Raises:
-            RoundRefused: one constant line; why is in this node's log, for the owner alone.
+            RoundRefused: one constant line; the reason is in this node's log, for the owner alone.
         """
         plan, what = self.settings.plan, f"run {run_id}"
         self._ask_owner(node, what, lambda each: each.check(run_id, plan, self._last_round))

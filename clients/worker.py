@@ -31,7 +31,7 @@ from shufl.learning.local_training import LocalTraining, UserRecords
 from shufl.learning.trained import dimension, sent
 from shufl.learning.work import Records, Work, raised
 from shufl.protocol.plan import Window
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 
 TO_DO, AT_WORK, DONE, FAILED = range(4)
 """How far a user's update is."""
@@ -172,10 +172,10 @@ class Worker:
             )
 
     def check_records(self, window: Window) -> None:
-        """Refuses records, those that it was filled with, of which the model makes no update.
+        """Refuses the records that it was filled with if the model cannot train on some of them.
 
         Raises:
-            ValueError: there are such; names the first such user.
+            ValueError: it cannot; names the first such user.
         """
         try:
             self._try(window.work_until)
@@ -260,11 +260,11 @@ class Worker:
         return failed
 
     def _hear(self, until: float, longest: float, failed: dict[int, str]) -> None:
-        """Waits for the child's next message that is not why an update fails, which is noted.
+        """Waits until the child asks for work; notes in `failed` why updates fail meanwhile.
 
         Raises:
-            EOFError, OSError: the child has ended, or one user is at work for longer than that.
-            TimeoutError: there is none in time.
+            EOFError, OSError: the child has ended, or one user's update takes over `longest` s.
+            TimeoutError: it has not asked by `until`.
         """
         child, at_work, since = self._child, -1, 0.0
         while True:

@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 
 from shufl.accounting import rounds_within_budget
 from shufl.clients.device import RunOffered, read_device, runs_of
-from shufl.deploy.plan import LONGEST_SOCKET
-from shufl.deploy.sites import NodeSite, ServerSite, flower_connection, load_site, role_of
-from shufl.deploy.status import ask_health
+from shufl.deploy.deployment import LONGEST_SOCKET
+from shufl.deploy.run_status import ask_health
+from shufl.deploy.site_files import NodeSite, ServerSite, flower_connection, load_site, role_of
 from shufl.learning.config import load
 from shufl.learning.section import one_line
 from shufl.protocol import shuffler_of
@@ -108,8 +108,7 @@ class _Examination:
         with self.look("versions", self._install):
             _check_versions(self._role)
         with self.look("disk", f"make room on the disk of {self._folder}"):
-            free = shutil.disk_usage(self._folder).free
-            if free < _LEAST_FREE:
+            if (free := shutil.disk_usage(self._folder).free) < _LEAST_FREE:
                 raise _Trouble(f"{free / 1e9:.2f} GB are free, at least 1 GB are needed")
         with self.look("descriptors", "LimitNOFILE=65536 in the unit, or `ulimit -Hn` as root"):
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -120,7 +119,7 @@ class _Examination:
 
     def server(self) -> None:
         """The server's site."""
-        address = flower_connection(self._folder)[1]
+        _, address = flower_connection(self._folder)
         self._find_skew(address)
         self._certificate("server", Role.SERVER, 0)
         self._days("superlink", "SuperLink's certificate")
@@ -168,21 +167,17 @@ class _Examination:
             _check_private(self._keys / "flower.key")
         self._plan()
         with self.look("model and records", "mend data in node.toml") as shown:
-            from shufl.deploy.node import check_data, check_work, link_needed, users_told
+            from shufl.deploy.node import NodeWork, users_told
 
-            config = load(site.config)
-            data = check_data(site, self._folder, config)
-            shown.append(f"of {users_told(site, config)}")
+            work = NodeWork.checked(site, self._folder)
+            shown.append(f"of {users_told(site, work.config)}")
             with self.look("link") as shown:
-                shown.append(f"must carry {link_needed(site, config, *data[:2]):.2g} Mbit/s")
-            with self.look(
-                "work", "a longer window.work_until, or mend data in node.toml"
-            ) as shown:
-                shown.append(f"needs a window.work_until of {check_work(site, *data):.2g} s")
-        with self.look(
-            "owner's limits",
-            "nothing, if no further run is meant; else device.toml, if its owner agrees",
-        ):
+                shown.append(f"must carry {work.link():.2g} Mbit/s")
+            fix = "a longer window.work_until, or mend data in node.toml"
+            with self.look("work", fix) as shown:
+                shown.append(f"needs a window.work_until of {work.seconds():.2g} s")
+        fix = "nothing, if no further run is meant; else device.toml, if its owner agrees"
+        with self.look("owner's limits", fix):
             _check_limits(site)
         with self.look("socket", "move the folder to a shorter path, such as /srv/shufl"):
             if (length := len(site.socket)) > LONGEST_SOCKET:
@@ -250,11 +245,9 @@ class _Examination:
                 try:
                     ask_health(address, site.credentials)
                 except ShufflerRefused as error:
-                    fix = (
-                        "ask who runs it: it is withdrawn there, has ended (see above), or names "
-                        "another shuffler"
-                    )
-                    raise _Trouble(f"takes no calls with this certificate: {error}", fix) from error
+                    fix = "it is withdrawn there, has ended (see above), or names another shuffler"
+                    why = f"takes no calls with this certificate: {error}"
+                    raise _Trouble(why, f"ask who runs it: {fix}") from error
                 except ShufflerUnavailable as error:
                     raise _Trouble(str(error), self._remedy(str(error))) from error
 
@@ -295,8 +288,7 @@ class _Examination:
                 raise _Trouble(f"its certificate: {error.verify_message}", remedy) from error
         with self.look("clock", _SET_CLOCK):
             if self._skew is None:
-                why = "is not known while the SuperLink cannot be asked"
-                raise _Trouble(why, "as above")
+                raise _Trouble("is not known while the SuperLink cannot be asked", "as above")
             if self._clock_is_wrong:
                 how = "ahead of" if self._skew > 0 else "behind"
                 raise _Trouble(f"{abs(self._skew):.0f} s {how} the SuperLink's machine")

@@ -10,15 +10,16 @@ import datetime
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from cryptography import x509
 
-from shufl.deploy.acts import LOG_FILE, note
-from shufl.deploy.plan import Deployment
+from shufl.deploy.deployment import Deployment, Site
+from shufl.deploy.site_files import LOG_FILE, append_log
 from shufl.learning.section import ConfigError
 from shufl.protocol.files import write_whole
 from shufl.shuffler.callers import Role, fingerprint_of
@@ -34,10 +35,14 @@ _SPREAD = 0.1  # of its days by which a certificate may end earlier, so that not
 
 
 @dataclass
-class Enrolled:
-    """What a call of `provision` did about keys.
+class Provisioned:
+    """What a call of `provision` did.
 
     Attributes:
+        sites: all of them.
+        made: sites whose folders are new.
+        kept: files that would be others by now, and stay as they are.
+        short: by shuffler, how many users its nodes speak for, where no release is made of so few.
         signed: requests that were signed, and Flower keys that the server is told of.
         unapproved: fingerprints of keys that have come but are not approved, by name.
         waiting: requests that have not come.
@@ -48,6 +53,10 @@ class Enrolled:
             who is shown one asks whether it is withdrawn.
     """
 
+    sites: list[Site] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    short: dict[str, int] = field(default_factory=dict)
     signed: list[str] = field(default_factory=list)
     unapproved: dict[str, str] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
@@ -69,23 +78,27 @@ class Enrolment:
         Certificates are valid for at most `days`.
 
         Raises:
-            ConfigError: they cannot be read or made.
+            ValueError, OSError: they, or their log, cannot be read or made.
         """
-        self.done = Enrolled()
+        self.done = Provisioned()
         self._deployment, self._out, self._approve, self._days = deployment, out, approve, days
         self._hosts = {each.name: each.host for each in deployment.shufflers}
         self._hosts["superlink"] = deployment.server.host
+        self._log_folder = out / "authority"
+        self._lines = _read_lines(self._log_folder / LOG_FILE)
         self._parties = self._authority("authority")
         self._flower = self._authority("authority-flower")
-        log = self._acts / LOG_FILE
-        self._lines = _read_lines(log) if log.exists() else []
-        self._signed = {each["request"] for each in self._lines if each["did"] == "signed"}
-        self._known: dict[str, str] = {}
+
+    @property
+    def _known(self) -> dict[str, str]:
+        """The key that was signed last for each name, unless it is forgotten."""
+        known: dict[str, str] = {}
         for each in self._lines:
             if each["did"] == "signed":
-                self._known[each["name"]] = each["key"]
+                known[each["name"]] = each["key"]
             if each["did"] == "forgot":
-                self._known.pop(each["name"], None)
+                known.pop(each["name"], None)
+        return known
 
     def forget(self, name: str) -> None:
         """Treats the key that was signed last for a name as a stranger's from now on.
@@ -93,10 +106,11 @@ class Enrolment:
         Raises:
             ConfigError: no key was signed for it.
         """
-        if name not in self._known:
-            known = ", ".join(self._known) or "none yet"
-            raise ConfigError(f"--forget must name a key that was signed ({known}), got {name}")
-        self._note("forgot", name=name, key=self._known.pop(name))
+        known = self._known
+        if name not in known:
+            names = ", ".join(known) or "none yet"
+            raise ConfigError(f"--forget must name a key that was signed ({names}), got {name}")
+        self._log("forgot", name=name, key=known[name])
 
     def look_back(self) -> None:
         """Says which valid certificates of the log are no longer meant, also of earlier calls."""
@@ -115,29 +129,36 @@ class Enrolment:
             else:
                 self.done.to_withdraw.insert(0, each["certificate"])
 
-    def _note(self, did: str, **about: Any) -> None:
-        note(self._acts, did, **about)
-        self._lines.append({"did": did, **about})
+    def _log(self, did: str, **what: Any) -> None:
+        append_log(self._log_folder, did, **what)
+        self._lines.append({"did": did, **what})
 
-    def sign(self, site: str, requests: Sequence[tuple[str, Role]]) -> None:
+    def sign(self, site: str, requests: Mapping[str, Role]) -> None:
         """Puts the authorities' certificates into a site's keys, and signs what it asks for.
 
         Raises:
-            ConfigError: what has come is no request of that name, or a certificate of another
-                authority is there.
+            ValueError, OSError: what has come is no request of that name, or a certificate of
+                another authority is there.
         """
         keys = self._out / site / "keys"
         keys.mkdir(mode=0o700, parents=True, exist_ok=True)
         _put(keys / "authority.pem", self._parties.certificate)
         _put(keys / "flower-authority.pem", self._flower.certificate)
-        for name, role in requests:
+        for name, role in requests.items():
             asked, certificate = keys / f"{name}.csr", keys / f"{name}.pem"
             if asked.exists():
-                self._sign(_request(asked, name), role, certificate)
+                request = Request.read(asked)
+                if request.name != name:
+                    raise ConfigError(
+                        f"{asked}: a request for {name} is due here, got {request.name}"
+                    )
+                self._sign(request, role, certificate)
             elif not certificate.exists():
                 self.done.waiting.append(f"{site}/keys/{name}.csr")
             if certificate.exists():
-                self._look_at(name, certificate)
+                signed = read_certificate(certificate)
+                if datetime.datetime.now(datetime.UTC) > renew_from(signed):
+                    self.done.ending[name] = signed.not_valid_after_utc
 
     def tell_server(self) -> None:
         """Puts into the server's folder which nodes there are by now, and their keys for Flower."""
@@ -151,35 +172,30 @@ class Enrolment:
         write_whole(folder / Path(AGREED_FILE).name, text.encode())
         for node in self._deployment.nodes:
             theirs, ours = self._out / node.name / "keys/flower.pub", folder / f"{node.name}.pub"
+            known = ours.read_bytes() if ours.exists() else b""
             if node.withdrawn:
-                if ours.exists():
+                if known:
                     ours.unlink()
-                    note(self._acts, "withdrew", name=node.name)
-                continue
-            key = theirs.read_bytes() if theirs.exists() else b""
-            if not key or (ours.exists() and ours.read_bytes() == key):
-                continue
-            name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
-            if self._approve(name, fingerprint):
-                write_whole(ours, key)
-                note(self._acts, "told the server of", name=name, key=fingerprint)
-                self.done.signed.append(name)
-            else:
-                self.done.unapproved[name] = fingerprint
+                    self._log("withdrew", name=node.name)
+            elif theirs.exists() and (key := theirs.read_bytes()) != known:
+                name, fingerprint = f"{node.name}.flower", hashlib.sha256(key).hexdigest()
+                if self._approve(name, fingerprint):
+                    write_whole(ours, key)
+                    self._log("told the server of", name=name, key=fingerprint)
+                    self.done.signed.append(name)
+                else:
+                    self.done.unapproved[name] = fingerprint
 
     def _ends(self, name: str) -> dict[str, str]:
         """Fingerprint and last day of a node's certificate, if it has one."""
         path = self._out / name / "keys" / f"{name}.pem"
-        if not path.exists():
-            return {}
-        certificate = read_certificate(path)
-        until = f"{certificate.not_valid_after_utc:%F}"
-        return {"certificate": fingerprint_of(certificate), "until": until}
+        return _facts(read_certificate(path)) if path.exists() else {}
 
     def _sign(self, request: Request, role: Role, certificate: Path) -> None:
         """Signs a new request; the deployment decides what the certificate is for."""
         name, digest = request.name, hashlib.sha256(request.pem).hexdigest()
-        if digest in self._signed and certificate.exists():
+        signed_before = any(each.get("request") == digest for each in self._lines)
+        if signed_before and certificate.exists():
             return
         known = self._known.get(name) == request.fingerprint
         if not known and not self._approve(name, request.fingerprint):
@@ -187,69 +203,57 @@ class Enrolment:
             return
         users = {each.name: each.users for each in self._deployment.nodes}.get(name, 0)
         shuffler = self._deployment.shuffler_names.get(name, "")
-        says = {"key": request.fingerprint, "users": users, "shuffler": shuffler}
         authority = self._flower if name == "superlink" else self._parties
         serves = role is Role.SHUFFLER
-        try:
-            pem = authority.sign(
-                request,
-                role,
-                hosts=sorted({self._hosts[name], "127.0.0.1", "localhost"}) if serves else (),
-                users=users,
-                shuffler=shuffler,
-                days=self._days * (1.0 - _SPREAD * _share(name)),
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(str(error)) from error
+        pem = authority.sign(
+            request,
+            role,
+            hosts=sorted({self._hosts[name], "127.0.0.1", "localhost"}) if serves else (),
+            users=users,
+            shuffler=shuffler,
+            days=self._days * (1.0 - _SPREAD * _share(name)),
+        )
         write_whole(certificate, pem)
-        signed = read_certificate(certificate)
-        self._note(
+        self._log(
             "signed",
             name=name,
-            **says,
+            key=request.fingerprint,
+            users=users,
+            shuffler=shuffler,
             request=digest,
-            certificate=fingerprint_of(signed),
-            until=f"{signed.not_valid_after_utc:%F}",
+            **_facts(read_certificate(certificate)),
         )
-        self._known[name] = request.fingerprint
         self.done.signed.append(name)
-
-    def _look_at(self, name: str, path: Path) -> None:
-        certificate = read_certificate(path)
-        if datetime.datetime.now(datetime.UTC) > renew_from(certificate):
-            self.done.ending[name] = certificate.not_valid_after_utc
 
     def _authority(self, name: str) -> Authority:
         """The authority in a folder, made if there is none."""
         folder = self._out / name
-        try:
-            if not (folder / "authority.pem").exists() or was_cut_short(folder / "authority.key"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                Authority.create().write(folder)
-                note(self._acts, "made", name=name)
-            return Authority.read(folder)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder}: {error}") from error
+        if not (folder / "authority.pem").exists() or was_cut_short(folder / "authority.key"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            Authority.create().write(folder)
+            self._log("made", name=name)
+        return Authority.read(folder)
 
-    @property
-    def _acts(self) -> Path:
-        return self._out / "authority"
+
+_LOGGED = {
+    "signed": ("name", "key", "request", "certificate", "until"),
+    "forgot": ("name", "key"),
+}
+"""What lines of the log have that are read again, by what was done."""
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The authority's log.
+    """The authority's log; none if there is no file.
 
     Raises:
         ConfigError: a line of it is none that this module has written.
     """
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    lines: list[dict[str, Any]] = []
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for number, written in enumerate(text.splitlines(), 1):
         try:
-            line = json.loads(text)
-            if line["did"] in ("signed", "forgot"):
-                _ = line["name"], line["key"]
-            if line["did"] == "signed":
-                _ = line["request"], line["certificate"], line["until"]
+            line = json.loads(written)
+            _ = [line[key] for key in _LOGGED.get(line["did"], ())]
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{path}: line {number} is damaged; remove it, or restore") from None
         lines.append(line)
@@ -261,15 +265,10 @@ def _share(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") / 2**32
 
 
-def _request(asked: Path, name: str) -> Request:
-    """The request in a file, if it is for this name."""
-    try:
-        request = Request.read(asked)
-        if request.name != name:
-            raise ValueError(f"{asked}: a request for {name} is due here, got {request.name}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    return request
+def _facts(certificate: x509.Certificate) -> dict[str, str]:
+    """A certificate's fingerprint and last day."""
+    until = f"{certificate.not_valid_after_utc:%F}"
+    return {"certificate": fingerprint_of(certificate), "until": until}
 
 
 def _put(path: Path, content: bytes) -> None:

@@ -6,18 +6,20 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from torch import nn
 
 from shufl.accounting import PrivacyPlan
 from shufl.clients import ClientSettings, Deployed, load_device
 from shufl.clients.worker import Worker
-from shufl.deploy.sites import NodeSite, check_cover
-from shufl.learning import UserRecords
+from shufl.deploy.site_files import NodeSite, check_cover
+from shufl.learning import LocalTraining, UserRecords
 from shufl.learning.config import Config, load
 from shufl.learning.configured import (
     check_model_size,
@@ -47,44 +49,91 @@ def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
     Raises:
         ValueError: a mistake, found before any work.
     """
-    config = load(site.config)
-    plan, make_model, load_users = check_data(site, folder, config)
-    log.info("%s", users_told(site, config))
+    work = NodeWork.checked(site, folder)
+    log.info("%s", users_told(site, work.config))
     _ = site.credentials  # which are read again at every call: they are renewed meanwhile
     return ClientSettings(
         policy=Deployed(
             number=site.number, users=site.users, device=load_device(Path(site.device))
         ),
-        plan=plan,
-        make_model=make_model,
-        load_users=load_users,
-        training=local_training(config),
+        plan=work.plan,
+        make_model=work.make_model,
+        load_users=work.load_users,
+        training=work.training,
         shufflers=tuple((address, lambda: site.credentials) for address in site.shufflers),
-        sealing=config.shuffler.sealing,
+        sealing=work.config.shuffler.sealing,
     )
 
 
-def check_data(
-    site: NodeSite, folder: Path, config: Config
-) -> tuple[PrivacyPlan, functools.partial[Any], functools.partial[Any]]:
-    """The plan, what makes the model, and what gives access to the users' records.
+@dataclass(frozen=True)
+class NodeWork:
+    """What a node's work needs, by its file and its configuration.
 
-    A model that computes a user's update from other users' records is refused.
+    Attributes:
+        plan: agreed to.
+        make_model: builds the model.
+        load_users: gives access to the users' records.
+        training: of one user.
     """
-    plan = agreed_plan(config)
-    form = _form(site, config)
-    make_model = model_maker(config, form)
-    parameters = dimension(make_model())
-    check_model_size(config, parameters)
-    plan.check_dimension(parameters, site.users)
-    load_users = _records(site, folder, config, plan)
-    with readers_code("data: the records cannot be read", quote=()):
-        records = load_users()
-    for user in range(site.users):
-        _check_records(records, user, form)
-    training = local_training(config)
-    try_users(make_model, training, training.local_batch_size + 1)
-    return plan, make_model, functools.partial(_without_quotes, load_users)
+
+    site: NodeSite
+    config: Config
+    plan: PrivacyPlan
+    make_model: functools.partial[nn.Module]
+    load_users: Callable[[], UserRecords]
+    training: LocalTraining
+
+    @classmethod
+    def checked(cls, site: NodeSite, folder: Path) -> Self:
+        """Loads the model and all records, and refuses those that do not fit.
+
+        A model that computes a user's update from other users' records is refused.
+
+        Raises:
+            ValueError: one line.
+        """
+        config = load(site.config)
+        plan = agreed_plan(config)
+        records_form = site.model_dump(include={each.name for each in fields(Form)})
+        form = Form(**records_form, task=config.data.task or "classification")
+        make_model = model_maker(config, form)
+        parameters = dimension(make_model())
+        check_model_size(config, parameters)
+        plan.check_dimension(parameters, site.users)
+        load_users = _records(site, folder, config, plan)
+        with readers_code("data: the records cannot be read", quote=()):
+            records = load_users()
+        for user in range(site.users):
+            _check_records(records, user, form)
+        training = local_training(config)
+        try_users(make_model, training, training.local_batch_size + 1)
+        unquoted = functools.partial(_without_quotes, load_users)
+        return cls(site, config, plan, make_model, unquoted, training)
+
+    def seconds(self) -> float:
+        """How many seconds of a window the updates of all users need here.
+
+        Raises:
+            ValueError: the window is too short, or the model makes no update of some records.
+        """
+        window, records = self.plan.window, self.load_users()
+        assert window is not None
+        worker = Worker(
+            self.make_model, self.training, self.site.users, window.most_records, records(0)
+        )
+        with closing(worker):
+            worker.check(window)
+            worker.fill(records)
+            worker.check_records(window)
+            return worker.needed
+
+    def link(self) -> float:
+        """Mbit/s at which the users' reports leave within half of `grace`."""
+        plan, sealing = self.plan, self.config.shuffler.sealing
+        assert plan.window is not None
+        length = message_length(dimension(self.make_model()), plan.mixing, sealing)
+        messages = 1 if plan.mixing == "sum" else self.site.users
+        return messages * length * 8e-6 / (plan.window.grace / 2)
 
 
 def users_told(site: NodeSite, config: Config) -> str:
@@ -97,44 +146,6 @@ def users_told(site: NodeSite, config: Config) -> str:
     elif ":" not in site.data:
         by = f"by the files of {site.data}, each of which is taken for one person's"
     return f"{spaced(site.users)} users {by}"
-
-
-def check_work(
-    site: NodeSite,
-    plan: PrivacyPlan,
-    make_model: functools.partial[Any],
-    load_users: functools.partial[Any],
-) -> float:
-    """How many seconds of a window the updates of all users need here.
-
-    The arguments are those that `check_data` has found. Refused are a window that is too short, and
-    records of which the model makes no update.
-    """
-    window, training = plan.window, local_training(load(site.config))
-    assert window is not None
-    records = load_users()
-    about = site.users, window.most_records, records(0)
-    with closing(Worker(make_model, training, *about)) as worker:
-        worker.check(window)
-        worker.fill(records)
-        worker.check_records(window)
-        return worker.needed
-
-
-def _form(site: NodeSite, config: Config) -> Form:
-    """What a record is made of; no Form's task is left out in a file that provision has made."""
-    about = site.input_shape, site.outputs, site.input_type, site.label_shape, site.label_type
-    return Form(*about, config.data.task or "classification")
-
-
-def link_needed(
-    site: NodeSite, config: Config, plan: PrivacyPlan, make_model: functools.partial[Any]
-) -> float:
-    """Mbit/s at which the users' reports leave within half of `grace`."""
-    assert plan.window is not None
-    length = message_length(dimension(make_model()), plan.mixing, config.shuffler.sealing)
-    messages = 1 if plan.mixing == "sum" else site.users
-    return messages * length * 8e-6 / (plan.window.grace / 2)
 
 
 def agreed_plan(config: Config) -> PrivacyPlan:
@@ -150,17 +161,18 @@ def agreed_plan(config: Config) -> PrivacyPlan:
         "privacy.minimum_batch": privacy.minimum_batch is None,
         "privacy.least_present": privacy.least_present is None,
     }
-    for key in undecided:
-        if undecided[key]:
+    for key, is_open in undecided.items():
+        if is_open:
             raise ConfigError(f"{key} is left open: a node needs the file that provision has made")
     return plan_of(config)[1]
 
 
 def _records(
     site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan
-) -> functools.partial[Any]:
+) -> Callable[[], UserRecords]:
     """What gives access to the users' records, mapped to features if there is a map."""
-    data = config.data
+    data, path = config.data, folder / site.data
+    own: functools.partial[UserRecords]
     if site.data == "simulated":
         if site.first_user + site.users > plan.users:
             raise ConfigError(
@@ -168,19 +180,18 @@ def _records(
                 f"got {site.first_user} + {site.users}"
             )
         return functools.partial(_simulated, records_loader(config, site.digest), site.first_user)
-    types = site.input_type, site.label_type
-    if data.features is not None:
-        types = "float32", site.label_type
-    own = functools.partial(_from_folder, folder / site.data, types)
-    if Path(site.data).suffix in _FILES:
+    if ":" in site.data:
+        own = functools.partial(find, "data", site.data, {})
+    elif path.suffix in _FILES:
         if not isinstance(data.dataset, RecordFile):
             raise ConfigError(
                 f"data {site.data}: the configuration must name its columns in [data.dataset], "
                 f"got data.dataset {data.dataset}"
             )
-        own = functools.partial(_from_file, folder / site.data, data.dataset, site.users)
-    if ":" in site.data:
-        own = functools.partial(find, "data", site.data, {})
+        own = functools.partial(_from_file, path, data.dataset, site.users)
+    else:
+        input_type = site.input_type if data.features is None else "float32"
+        own = functools.partial(_from_folder, path, (input_type, site.label_type))
     if data.features is None:
         return own
     return functools.partial(_mapped, own, data.features, site.label_type)
@@ -273,16 +284,14 @@ def _check_records(records: UserRecords, user: int, form: Form) -> None:
     count = found[1][0] if found[1] else 0
     if not count or found != ((count, *form.input_shape), (count, *form.label_shape)):
         features_shape, labels_shape = (
-            "(" + ", ".join(map(str, ("r", *shape))) + (")" if shape else ",)")
-            for shape in (form.input_shape, form.label_shape)
+            str(("r", *shape)).replace("'", "") for shape in (form.input_shape, form.label_shape)
         )
         raise ConfigError(
             f"data: the records of user {user} must be features of shape {features_shape} and "
             f"labels of shape {labels_shape}, r at least 1, got {found[0]} and {found[1]}"
         )
-    if form.task not in ("classification", "next-token"):
-        return
-    if at := where(outside(labels, form.outputs, form.task)):
+    of_classes = form.task in ("classification", "next-token")
+    if of_classes and (at := where(outside(labels, form.outputs, form.task))):
         raise ConfigError(
             f"data: the labels of user {user} must lie in 0 to {form.outputs - 1}, got others {at}"
         )

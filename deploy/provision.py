@@ -10,7 +10,7 @@ import importlib.resources
 import shlex
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,65 +19,18 @@ import tomli_w
 from shufl.accounting import PrivacyPlan
 from shufl.clients import DeviceLimits
 from shufl.clients.device import RunOffered
-from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolled, Enrolment
-from shufl.deploy.plan import (
-    Deployment,
-    NodeEntry,
-    Process,
-    ShufflerEntry,
-    node_processes,
-    run_process,
-    server_process,
-    shuffler_process,
-)
+from shufl.deploy.deployment import Deployment, Process, ShufflerEntry, Site
+from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolment, Provisioned
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.sites import ServerSite
+from shufl.deploy.site_files import ServerSite
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
 from shufl.learning.section import ConfigError, is_carried
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan import AccountantName
-from shufl.protocol.rounding import rounded_down
+from shufl.protocol.text import rounded_down
 from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role
-
-_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-
-
-@dataclass(frozen=True)
-class Site:
-    """One folder that `provision` makes.
-
-    Attributes:
-        name: of the site and its folder.
-        files: what is in it, by name.
-        requests: names of the requests that it makes, with what their certificates are for.
-        processes: what it runs.
-    """
-
-    name: str
-    files: dict[str, str]
-    requests: tuple[tuple[str, Role], ...]
-    processes: tuple[Process, ...]
-
-
-@dataclass(frozen=True)
-class Provisioned:
-    """What a call of `provision` did.
-
-    Attributes:
-        sites: all of them.
-        enrolled: what became of keys.
-        made: sites whose folders are new.
-        kept: files that would be others by now, and stay as they are.
-        short: by shuffler, how many users its nodes speak for, where no release is made of so few.
-    """
-
-    sites: list[Site]
-    enrolled: Enrolled
-    made: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    short: dict[str, int] = field(default_factory=dict)
 
 
 def provision(
@@ -98,27 +51,26 @@ def provision(
     `in_place` the sites run in these folders, and not in that of the deployment's file.
     """
     experiment = experiment_of(deployment, base)
-    if experiment.plan.mixing == "sum" and not deployment.trusted_nodes:
+    plan = experiment.plan
+    if plan.mixing == "sum" and not deployment.trusted_nodes:
         raise ConfigError(
             "trusted_nodes must be true in the deployment's file with privacy.mixing sum, where "
             "one cheating node can spoil a round and nobody can look at its report, got false"
         )
-    if (users := sum(node.users for node in deployment.nodes)) > experiment.plan.users:
+    if (users := sum(node.users for node in deployment.nodes)) > plan.users:
         raise ConfigError(
-            f"the nodes speak for {users} users, data.users of the configuration is "
-            f"{experiment.plan.users}"
+            f"the nodes speak for {users} users, data.users of the configuration is {plan.users}"
         )
     enrolment = Enrolment(deployment, out, approve, days)
     for name in forget:
         enrolment.forget(name)
-    sites = _Sites(deployment, experiment, base, out if in_place else None).all()
     crowds = dict.fromkeys((each.name for each in deployment.shufflers), 0)
     for node in deployment.numbered.values():
         crowds[deployment.shuffler_names[node.name]] += node.users
-    least = experiment.plan.fewest_present
-    short = {name: users for name, users in crowds.items() if users < least}
-    done = Provisioned(sites, enrolment.done, short=short)
-    for site in sites:
+    done = enrolment.done
+    done.short = {name: users for name, users in crowds.items() if users < plan.fewest_present}
+    done.sites = _Sites(deployment, experiment, base, out if in_place else None).all()
+    for site in done.sites:
         folder = out / site.name
         if not folder.exists():
             done.made.append(site.name)
@@ -154,72 +106,64 @@ class _Sites:
     def __init__(
         self, deployment: Deployment, experiment: Experiment, base: Path, out: Path | None
     ):
-        self._deployment, self._experiment = deployment, experiment
-        self._base, self._out = base, out
+        window = experiment.plan.window
+        assert window is not None
+        self._deployment, self._experiment, self._base, self._out = (
+            deployment,
+            experiment,
+            base,
+            out,
+        )
+        self._addresses = tuple(each.address for each in deployment.shufflers)
+        self._round_seconds = window.seconds
 
     def all(self) -> list[Site]:
         """Server, shufflers and nodes."""
-        shufflers = map(self._shuffler, self._deployment.shufflers, self._deployment.addresses)
+        shufflers = map(self._shuffler, self._deployment.shufflers)
         return [self._server(), *shufflers, *map(self._node, self._deployment.numbered)]
 
     def _server(self) -> Site:
         server, name = self._deployment.server, self._deployment.name
-        folder = self._folder("server")
+        settings = ServerSite(
+            shufflers=self._addresses,
+            certificate="keys/server.pem",
+            digest=self._digest(*(node.data for node in self._deployment.nodes)),
+            nodes=AGREED_FILE,
+            round_timeout=server.round_timeout,
+            patience=server.patience,
+        )
         connection = {
             "address": f"127.0.0.1:{server.local_port}",
-            "root-certificates": f"{folder}/keys/flower-authority.pem",
+            "root-certificates": f"{self._folder('server')}/keys/flower-authority.pem",
         }
-        told = server.model_dump(include={"round_timeout", "patience"}) | {
-            "shufflers": self._deployment.addresses,
-            "certificate": "keys/server.pem",
-            "nodes": AGREED_FILE,
-            "digest": self._digest(*self._deployment.nodes),
+        connections = {"superlink": {"default": name, name: connection}}
+        files = self._run() | {
+            "server.toml": _toml("server.toml", settings.model_dump()),
+            "flower/config.toml": tomli_w.dumps(connections),
         }
-        about = {"host": server.host, "port": server.port, "local_port": server.local_port}
-        listen, accounts = _listen(server.host), "shufl, www-data"
-        files = self._modules() | {
-            "run.toml": self._run(),
-            "server.toml": _toml("server.toml", ServerSite(**told).model_dump()),
-            "flower/config.toml": tomli_w.dumps({"superlink": {"default": name, name: connection}}),
-            "nginx.conf": _template("nginx.conf", folder=folder, listen=listen, **about),
-            "nftables.conf": _template("nftables.conf", port=server.local_port, accounts=accounts),
-        }
-        requests = (("server", Role.SERVER), ("superlink", Role.SHUFFLER))
-        site = Site("server", files, requests, (server_process(server),))
-        return self._complete(site, "server.md", run_process(name, self._round_seconds), **about)
+        processes = server.process, self._deployment.run_process(self._round_seconds)
+        requests = {"server": Role.SERVER, "superlink": Role.SHUFFLER}
+        templates = "server.md", "nginx.conf", "nftables.conf"
+        values = server.values | {"accounts": "shufl, www-data"}
+        return self._site("server", requests, processes, files, templates, values)
 
-    def _shuffler(self, entry: ShufflerEntry, address: str) -> Site:
-        config = {
-            "listen": f"127.0.0.1:{entry.local_port}",
-            "directory": "state",
-            "log_file": "shuffler.log",
-            "tls": {
-                "certificate": f"keys/{entry.name}.pem",
-                "key": f"keys/{entry.name}.key",
-                "authority": "keys/authority.pem",
-                "revoked": "revoked",
-            },
-            "limits": {"streams": max(24, 4 * len(self._deployment.nodes))},
+    def _shuffler(self, entry: ShufflerEntry) -> Site:
+        nodes, plan = len(self._deployment.nodes), self._experiment.plan
+        values = entry.values | {
+            "streams": max(24, 4 * nodes),
+            "connections": max(LEAST_CONNECTIONS, 2 * nodes),
+            "blankets": rounded_down(plan.shuffler_blankets, 6),
+            "batch": plan.minimum_batch,
+            "sum_noise": rounded_down(plan.noise_of_batch, 6),
+            "rounds": plan.rounds,
         }
-        nginx = _template(
-            "stream.conf",
-            listen=_listen(entry.host),
-            port=entry.port,
-            local_port=entry.local_port,
-            most=max(LEAST_CONNECTIONS, 2 * len(self._deployment.nodes)),
+        requests, templates = (
+            {entry.name: Role.SHUFFLER},
+            ("shuffler.toml", "shuffler.md", "stream.conf"),
         )
-        plan = self._experiment.plan
-        text = _toml(
-            "shuffler.toml",
-            config,
-            blankets=rounded_down(plan.shuffler_blankets, 6),
-            batch=plan.minimum_batch,
-            sum_noise=rounded_down(plan.noise_of_batch, 6),
-            rounds=plan.rounds,
+        return self._site(
+            entry.name, requests, (entry.process,), {"revoked": ""}, templates, values
         )
-        files = {"shuffler.toml": text, "revoked": "", "nginx.conf": nginx}
-        site = Site(entry.name, files, ((entry.name, Role.SHUFFLER),), (shuffler_process(),))
-        return self._complete(site, "shuffler.md", address=address)
 
     def _node(self, number: int) -> Site:
         nodes, form = self._deployment.nodes, self._experiment.form
@@ -228,8 +172,8 @@ class _Sites:
                 "data.task must be a name or module:callable on real machines, got a Task that the "
                 "dataset holds"
             )
-        entry, superlink = nodes[number], self._deployment.server_address
-        about = {
+        entry, superlink = nodes[number], self._deployment.server.address
+        settings = {
             "number": number,
             "users": entry.users,
             "config": "run.toml",
@@ -238,81 +182,74 @@ class _Sites:
             "first_user": sum(each.users for each in nodes[:number]),
             "device": "device.toml",
             "socket": "node.sock",
-            "shufflers": list(self._deployment.addresses),
+            "shufflers": self._addresses,
             "certificate": f"keys/{entry.name}.pem",
-            "digest": self._digest(entry),
+            "digest": self._digest(entry.data),
             "superlink": superlink,
         }
-        files = self._modules(entry.data) | {
-            "run.toml": self._run(),
-            "node.toml": _toml("node.toml", about),
+        files = self._run(entry.data) | {
+            "node.toml": _toml("node.toml", settings),
             "device.toml": _device(self._experiment.plan, self._experiment.halting_round),
-            "nftables.conf": _template("nftables.conf", port=entry.port, accounts="shufl-app")
-            + _template("nftables-app.conf", port=entry.port),
         }
-        requests = ((entry.name, Role.NODE),)
-        processes = node_processes(entry, superlink, self._round_seconds)
-        site = Site(entry.name, files, requests, processes)
-        return self._complete(site, "node.md")
+        processes = entry.processes(superlink, self._round_seconds)
+        templates = "node.md", "nftables.conf", "nftables-app.conf"
+        values = {"accounts": "shufl-app", "local_port": entry.port}
+        return self._site(entry.name, {entry.name: Role.NODE}, processes, files, templates, values)
 
     def _folder(self, name: str) -> str:
         return self._deployment.folder if self._out is None else str(self._out / name)
 
-    def _modules(self, *others: str) -> dict[str, str]:
-        """The modules beside the deployment's file that `module:callable` names, by file name."""
-        named = *self._experiment.config.own_code, *others
-        files = {name.partition(":")[0].replace(".", "/") + ".py" for name in named if ":" in name}
-        return {
-            file: (self._base / file).read_text(encoding="utf-8")
-            for file in sorted(files)
-            if (self._base / file).is_file()
-        }
+    def _digest(self, *of_nodes: str) -> str:
+        """The data's digest, if the data of one of these nodes are simulated; otherwise empty."""
+        data = self._experiment.config.data
+        return data_digest(data.dataset, data.features) if "simulated" in of_nodes else ""
 
-    def _digest(self, *nodes: NodeEntry) -> str:
-        """The data's digest, if one of these nodes has simulated data; otherwise empty."""
-        data, simulated = self._experiment.config.data, (node.data == "simulated" for node in nodes)
-        return data_digest(data.dataset, data.features) if any(simulated) else ""
+    def _run(self, data: str = "") -> dict[str, str]:
+        """The run's file, and modules beside the deployment's file that it or `data` names."""
+        files = {"run.toml": _template("run.toml", content=dumps(self._experiment.config))}
+        for name in (*self._experiment.config.own_code, data):
+            module = name.partition(":")[0].replace(".", "/") + ".py"
+            if ":" in name and (self._base / module).is_file():
+                files[module] = (self._base / module).read_text(encoding="utf-8")
+        return files
 
-    def _run(self) -> str:
-        return _template("run.toml", content=dumps(self._experiment.config))
-
-    @property
-    def _round_seconds(self) -> float:
-        window = self._experiment.plan.window
-        assert window is not None
-        return window.seconds
-
-    def _complete(self, site: Site, readme: str, *more: Process, **about: object) -> Site:
-        """The site with its README and a service unit for each process and for `more`."""
-        folder = self._folder(site.name)
-        prefix = Path(self._deployment.folder).name
-        about |= {"deployment": self._deployment.name, "site": site.name, "folder": folder}
-        about |= {"prefix": prefix}
-        texts = {"README.md": readme, "install.sh": "install.sh"}
-        files = {name: _template(of, **about) for name, of in texts.items()}
-        for process in (*site.processes, *more):
-            program, *arguments = process.command
-            unit = f"{prefix}-{process.name}"
-            files[f"{unit}.service"] = _template(
-                "unit.service",
-                unit=unit,
-                about=process.about[0].upper() + process.about[1:],
-                user=process.user,
-                home=process.home,
-                writes=folder if process.user == "shufl" else f"{folder}/{process.home}",
-                stop_seconds=f"{process.stop_seconds:.0f}",
-                more="\n".join(process.unit),
-                after=f" {prefix}-{process.after}.service" if process.after else "",
-                command=shlex.join([f"{folder}/.venv/bin/{program}", *arguments]),
-                **about,
+    def _site(
+        self,
+        name: str,
+        requests: dict[str, Role],
+        processes: tuple[Process, ...],
+        files: dict[str, str],
+        templates: tuple[str, ...],
+        values: dict[str, object],
+    ) -> Site:
+        """A site with `files`, what `templates` are made into, and a unit for each process."""
+        folder, prefix = self._folder(name), Path(self._deployment.folder).name
+        values |= {"deployment": self._deployment.name, "site": name}
+        values |= {"folder": folder, "prefix": prefix}
+        for template in (*templates, "install.sh"):
+            file = _NAMES.get(template, template)
+            files[file] = files.get(file, "") + _template(template, **values)
+        for process in processes:
+            own = (
+                values
+                | asdict(process)
+                | {
+                    "unit": f"{prefix}-{process.name}",
+                    "about": process.about[0].upper() + process.about[1:],
+                    "writes": folder if process.user == "shufl" else f"{folder}/{process.home}",
+                    "stop_seconds": f"{process.stop_seconds:.0f}",
+                    "more": "\n".join(process.unit),
+                    "after": f" {prefix}-{process.after}.service" if process.after else "",
+                    "command": shlex.join(process.command_in(Path(folder, ".venv/bin"))),
+                }
             )
-        return replace(site, files=site.files | files)
+            files[f"{prefix}-{process.name}.service"] = _template("unit.service", **own)
+        return Site(name, files, requests, processes)
 
 
-def _listen(host: str) -> str:
-    if host in _LOOPBACK:
-        return "127.0.0.1"
-    return "[::]" if ":" in host else "0.0.0.0"
+_NAMES = dict.fromkeys(("server.md", "shuffler.md", "node.md"), "README.md")
+_NAMES |= {"stream.conf": "nginx.conf", "nftables-app.conf": "nftables.conf"}
+"""Files whose templates have other names; what two templates make of one file is joined."""
 
 
 def _device(plan: PrivacyPlan, rounds: int) -> str:
@@ -324,18 +261,18 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
         most_epsilon=1.0, delta=plan.delta, accountant=accountant, adjacency=plan.adjacency
     )
     charge = limits.charge(RunOffered(1, "", plan, rounds))
-    about = {"ledger": "device.db", "most_epsilon": float(f"{charge * 1.01:.3g}")}
-    about |= {"delta": plan.delta, "accountant": accountant, "adjacency": plan.adjacency}
-    about |= {"most_rounds": rounds} if rounds > limits.most_rounds else {}
+    told: dict[str, Any] = {"ledger": "device.db", "most_epsilon": float(f"{charge * 1.01:.3g}")}
+    told |= limits.model_dump(include={"delta", "accountant", "adjacency"})
+    told |= {"most_rounds": rounds} if rounds > limits.most_rounds else {}
     work_until = 0.0 if plan.window is None else plan.window.work_until
-    return _toml("device.toml", about | {"plans": [plan.digest()]}, work_until=f"{work_until:g}")
+    return _toml("device.toml", told | {"plans": [plan.digest()]}, work_until=f"{work_until:g}")
 
 
-def _toml(name: str, content: Mapping[str, Any], **values: object) -> str:
+def _toml(name: str, content: Mapping[str, Any], /, **values: object) -> str:
     """A site's file, with the comments of its template."""
     return _template(name, content=tomli_w.dumps(content), **values)
 
 
-def _template(name: str, **values: object) -> str:
+def _template(name: str, /, **values: object) -> str:
     text = importlib.resources.files("shufl.deploy") / "templates" / name
     return string.Template(text.read_text(encoding="utf-8")).substitute(values)

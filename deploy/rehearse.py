@@ -1,11 +1,12 @@
 """`shufl rehearse`: a whole deployment on this machine, as real processes on loopback.
 
-Everything is as in production but for hosts, ports and the reverse proxy: sites with keys of their
-own, TLS and node authentication, Flower's SuperLink and SuperNodes, shufflers, nodes.
+Only hosts, ports and the reverse proxy differ from production. The sites have keys of their own,
+TLS and node authentication; Flower's SuperLink and SuperNodes, shufflers and nodes are real.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -16,18 +17,19 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from shufl.deploy.plan import (
+from shufl.deploy.deployment import (
     LONGEST_SOCKET,
+    PROGRAMS,
     Deployment,
     NodeEntry,
+    ServerEntry,
     ShufflerEntry,
     flower_environment,
 )
 from shufl.deploy.provision import provision
-from shufl.deploy.register import register
-from shufl.deploy.submit import run_on
+from shufl.deploy.superlink import register, run_on
 from shufl.learning.config import load
 from shufl.learning.section import ConfigError
 from shufl.results.engine import EngineFailed
@@ -39,36 +41,31 @@ _AGAIN_SECONDS = 2.0
 _AWAY_SECONDS = 30.0
 
 
+_Reached = TypeVar("_Reached", ServerEntry, ShufflerEntry)
+
+
 def on_loopback(deployment: Deployment, proxied: bool) -> Deployment:
     """The same deployment with every site on this machine, on free ports."""
     ports = free_ports(2 + 2 * len(deployment.shufflers) + len(deployment.nodes))
-    proxy, port = next(ports), next(ports)
-    server = {"host": "127.0.0.1", "port": proxy if proxied else port, "local_port": port}
 
-    def moved(shuffler: ShufflerEntry) -> ShufflerEntry:
-        port, own = next(ports), next(ports)
-        here = {"host": "127.0.0.1", "port": port if proxied else own, "local_port": own}
-        return shuffler.model_copy(update=here)
+    def here(site: _Reached) -> _Reached:
+        own, proxy = next(ports), next(ports)
+        places = {"host": "127.0.0.1", "port": proxy if proxied else own, "local_port": own}
+        return site.model_copy(update=places)
 
-    return deployment.model_copy(
-        update={
-            "server": deployment.server.model_copy(update=server),
-            "shufflers": tuple(map(moved, deployment.shufflers)),
-            "nodes": tuple(
-                each.model_copy(update={"port": next(ports)}) for each in deployment.nodes
-            ),
-        }
-    )
+    moved = {
+        "server": here(deployment.server),
+        "shufflers": tuple(map(here, deployment.shufflers)),
+        "nodes": tuple(node.model_copy(update={"port": next(ports)}) for node in deployment.nodes),
+    }
+    return deployment.model_copy(update=moved)
 
 
 def free_ports(number: int) -> Iterator[int]:
     """Ports of loopback that nobody listens on."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in sockets]
-    return iter(ports)
+        servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+        return iter([stack.enter_context(server).getsockname()[1] for server in servers])
 
 
 class Rehearsal:
@@ -99,16 +96,17 @@ class Rehearsal:
                 f"the path of a Unix socket is at most {LONGEST_SOCKET} characters long, that of "
                 f"{self.folder} leaves no room: rehearse in another folder"
             )
-        about = self.deployment, base, self.folder, lambda name, key: True
-        sites = provision(*about, in_place=True).sites
-        self.sites = {site.name: site for site in sites}
+        provision_here = functools.partial(
+            provision, self.deployment, base, self.folder, lambda *_: True, in_place=True
+        )
+        self.sites = {site.name: site for site in provision_here().sites}
         for site in self.sites.values():
             keys = self.folder / site.name / "keys"
-            for name, _ in site.requests:
+            for name in site.requests:
                 Request.create(name).write(keys)
         for node in self._nodes:
             make_flower_key(self.folder / node.name / "keys")
-        provision(*about, in_place=True)
+        provision_here()
 
     def __enter__(self) -> Self:
         """Starts everything."""
@@ -148,7 +146,7 @@ class Rehearsal:
         folder = self.folder / site
         with self._lock, (folder / f"{name}.out").open("ab") as log:
             self.running[site, name] = subprocess.Popen(
-                process.arguments,
+                process.command_in(PROGRAMS),
                 cwd=folder,
                 env=flower_environment(folder / process.home),
                 stdin=subprocess.DEVNULL,
@@ -165,8 +163,8 @@ class Rehearsal:
 
     def kill(self, site: str, *names: str) -> None:
         """Ends processes of a site (SIGKILL), with all that they have started, for good."""
-        for name in names or [each.name for each in self.sites[site].processes]:
-            with self._lock:
+        with self._lock:
+            for name in names or [name for at, name in self.running if at == site]:
                 self._kill_group(self.running.pop((site, name)))
 
     @property

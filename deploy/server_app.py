@@ -25,7 +25,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.accounting import Ledger, LedgerError
-from shufl.deploy.sites import (
+from shufl.deploy.site_files import (
     CONSOLE_FILE,
     OUTCOME_FILE,
     STOP_FILE,
@@ -39,8 +39,8 @@ from shufl.learning.data.features import check_digest
 from shufl.learning.section import ConfigError, make_importable, one_line
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
-from shufl.protocol.logs import logs_to
 from shufl.protocol.plan import Times
+from shufl.protocol.text import logs_to
 from shufl.results.experiment import Experiment, prepare
 from shufl.results.rows import MetricsError
 from shufl.results.run import Run
@@ -74,7 +74,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def deployed_experiment(config: Config, shufflers: int) -> Experiment:
-    """A run on real nodes and so many shufflers: nothing of it is drawn from the seed.
+    """A run on real nodes and `shufflers` shufflers: nothing of it is drawn from the seed.
 
     No round is played again, so each has its checkpoint.
     """
@@ -156,7 +156,7 @@ class DeployedEngine:
     def __init__(
         self, experiment: Experiment, site: ServerSite, grid: Grid, tell: Callable[[str], None]
     ):
-        """Checks that as many shufflers are named as the plan counts on, and the data's digest."""
+        """Checks the number of shufflers that the server's file names, and the data's digest."""
         if experiment.config.shuffler.number != len(site.shufflers):
             raise ConfigError(
                 f"shuffler.number must be {len(site.shufflers)}, the shufflers of the server's "

@@ -1,4 +1,4 @@
-"""The console that everything is printed to, but for errors, which `cli.options` prints."""
+"""The console to which everything is printed except errors, which `cli.options` prints."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A user holds a vector and makes a report of it on its own device, by the round's mechanism. A
 shuffler hands the reports over in uniformly random order without their senders. The adversary sees
-the shuffled reports, and so how many there are. A value outside its range is a ValueError.
+the shuffled reports, and so their number. A value outside its range is a ConfigError.
 """
 
 import dataclasses
@@ -34,7 +34,10 @@ class CheckIn:
     The coins are independent of each other and of the data, and only the users see them.
 
     Attributes:
-        rate: γ in (0, 1], the chance to report; with 1 every user reports.
+        rate: γ in (0, 1], the probability that a user reports; with 1 every user reports.
+
+    Raises:
+        ConfigError: The rate is outside (0, 1].
     """
 
     rate: float
@@ -50,6 +53,9 @@ class FixedSize:
 
     Attributes:
         reports: m in 0..n.
+
+    Raises:
+        ConfigError: `reports` is no whole number, or below 0; above n, the `Shuffled` raises it.
     """
 
     reports: int
@@ -68,7 +74,10 @@ class Allocation:
     rounds for the first t of a run.
 
     Attributes:
-        every: b, at least 1; with 1 every user reports in every round.
+        every: b, from 1 to 10^9; with 1 every user reports in every round.
+
+    Raises:
+        ConfigError: `every` is outside its range.
     """
 
     every: int
@@ -90,15 +99,18 @@ Participation = CheckIn | FixedSize | Allocation
 class Shuffled(dp_accounting.DpEvent):
     """One round of shuffled reports.
 
-    With blankets the shuffler adds M ~ Poisson(λ) reports of noise alone before it shuffles, M
-    drawn afresh and told to nobody. Accountants other than `blanket` may ignore them: to add
-    independent reports and shuffle again is post-processing.
+    With blankets the shuffler adds M ~ Poisson(λ) reports of noise alone before it shuffles. It
+    draws M for each round and tells nobody. Accountants other than `blanket` may ignore blankets,
+    since adding independent reports and shuffling again is post-processing.
 
     Attributes:
         users: n, at least 1: all who may report, not those who do.
         participation: Who of them reports.
-        mechanism: What makes a report of a user's vector.
+        mechanism: What makes a report of a user's vector, such as `GaussianMechanism`.
         blankets: λ >= 0, the expected number of the shuffler's blankets.
+
+    Raises:
+        ConfigError: A value is outside its range.
     """
 
     users: int = attrs.field(converter=_users)
@@ -116,10 +128,14 @@ class Shuffled(dp_accounting.DpEvent):
         return self.participation.rate
 
     def composed(self, count: int) -> tuple["Shuffled", int]:
-        """Returns what so many of these rounds are for accountants: a round, and how many of it.
+        """Returns the round that accountants price in the place of this one, and how many of it.
 
-        A block of b rounds by `Allocation` is one round in which every user reports, among the
-        blankets of all b: docs/theory/blanket.md, section 9. A block that has begun counts whole.
+        With `Allocation` a block of b rounds is one round in which every user reports, among the
+        blankets of all b rounds: docs/theory/blanket.md, section 9. A block that has begun counts
+        whole. Otherwise it is the same round, `count` times.
+
+        Args:
+            count: How many rounds.
         """
         if not isinstance(self.participation, Allocation):
             return self, count
@@ -130,14 +146,19 @@ class Shuffled(dp_accounting.DpEvent):
 
 @attrs.frozen
 class Summed(Shuffled):
-    """One round of which the shuffler hands over the sum of all users' vectors, and no report.
+    """One round in which the shuffler hands over the sum of all users' vectors, and no report.
 
     Every user who is present sends, so that nobody sees who checked in: its update if it checked
     in, otherwise zero, and in both cases with its own noise N(0, (zC)²), z of the mechanism. The
-    shuffler adds N(0, (σC)²) to the sum, and the server as much again before it uses it.
+    shuffler adds noise N(0, (σC)²) to the sum. The server adds the same amount again before it uses
+    the sum.
 
     Attributes:
-        central_noise: σ >= 0.
+        central_noise: σ >= 0, in clip norms C.
+
+    Raises:
+        ConfigError: A value is outside its range.
+        ValueError: The round has blankets.
     """
 
     central_noise: float = attrs.field(default=0.0, converter=_central_noise)

@@ -66,12 +66,12 @@ class Times(Record):
 
     Attributes:
         work_until: A user whose update is not done by then reports noise alone.
-        send_after: Then reports are sent, however long the work took.
-        send_spread: Each node's reports leave at a moment drawn uniformly from so many seconds, so
+        send_after: From then on reports are sent, however long the work took.
+        send_spread: Each node draws the moment of its reports uniformly from this many seconds, so
             that not all come at once. It protects nothing.
-        grace: For reports on their way; then the shuffler closes the round.
-        answer_every: A node answers Flower's messages at whole multiples of so many seconds.
-        query_every: A node answers no more than one query in so many seconds.
+        grace: How long reports may be on their way; then the shuffler closes the round.
+        answer_every: A node answers Flower's messages at whole multiples of this many seconds.
+        query_every: A node answers at most one query in this many seconds.
     """
 
     work_until: Seconds = 60.0
@@ -99,8 +99,8 @@ class Window(Times):
     """A round's times, and how much work a user's update is.
 
     Attributes:
-        most_records: Every user's update costs as much as one from so many records. No more of a
-            user's records are used; fewer are filled up with records of no weight.
+        most_records: The most records of a user that an update uses. Fewer are filled up with
+            records of no weight, so that every user's update is equally much work.
     """
 
     most_records: Count
@@ -109,7 +109,7 @@ class Window(Times):
 class Plan(Checked):
     """What client, shuffler, server and accountant agreed on before the first round.
 
-    This is as much as a shuffler knows of it; `PrivacyPlan` also knows what it costs.
+    A shuffler knows a plan in this form; `PrivacyPlan` also says what it costs.
 
     Attributes:
         users: n, the eligible users; every one may report in every round.
@@ -130,9 +130,9 @@ class Plan(Checked):
         cover: Whether users who did not check in send too: an empty report, which only the server
             can tell from others, once it is opened among all the others. ε is the same; who watches
             the network or runs the shuffler does not learn who checked in.
-        least_present: Fewest users who must be present at a shuffler for its batch to be released
-            where the accountant counts on others; all if left out. Accountants that count on others
-            price a round of so many users.
+        least_present: Fewest users who must be present at a shuffler for its batch to be released,
+            if the accountant counts on others; all users if left out. Accountants that count on
+            others price a round of this many users.
         accountant: Whose ε halts training.
         window: What real machines keep to; a simulation takes no notice of it.
     """
@@ -193,26 +193,30 @@ class Plan(Checked):
 
     @property
     def every(self) -> int:
-        """b: with allocation a user reports in one of every so many rounds."""
+        """b: with allocation a user reports in one of every b rounds."""
         return round(1 / self.check_in_rate)
 
     @property
     def most_blankets(self) -> int:
-        """How many blankets are made for a round, of which a secret number is kept."""
+        """How many blankets the shuffler makes for a round; it keeps a secret number of them."""
         return most_blankets(self.shuffler_blankets)
 
     def enough_sent(self, sent: Any, blankets: Any) -> Any:
-        """Returns whether a batch reaches the minimum batch, else its shuffler destroys it.
+        """Returns whether a batch reaches the minimum batch; if not, its shuffler destroys it.
 
-        All reports of the batch count, blankets too. With cover every user sends, and the senders
-        alone count. Both numbers may be arrays.
+        All reports of the batch count, blankets too. With cover every user sends, and only the
+        senders count.
+
+        Args:
+            sent: How many reports users sent, a number or an array.
+            blankets: How many the shuffler added, of the same shape.
         """
         return sent + (0 if self.cover else blankets) >= self.minimum_batch
 
     def enough_present(self, users: int) -> bool:
-        """Returns whether a shuffler's batch may be released where so many users are present.
+        """Returns whether a shuffler's batch may be released with `users` users present.
 
-        A smaller one is destroyed unseen if the accountant that halts the run counts on others.
+        A smaller batch is destroyed unseen if the accountant that halts the run counts on others.
         """
         return users >= (1 if self.accountant in ON_THEIR_OWN else self.least_present)
 
@@ -234,9 +238,10 @@ class Plan(Checked):
         return math.hypot(own, self.central_noise) if self.mixing == "sum" else 0.0
 
     def longest_sum(self, users: int, dimension: int) -> float:
-        """Returns a length over C that a sum of so many honest users' messages hardly exceeds.
+        """Returns a length over C that the sum of `users` honest users' messages hardly exceeds.
 
-        Some γn updates, by at most five standard deviations more, and the noise of d coordinates.
+        It has room for γn updates and five standard deviations more, and for the noise of d
+        coordinates.
         """
         expected = users * self.check_in_rate
         updates = min(expected + 5 * math.sqrt(expected) + 5, users)
@@ -276,10 +281,10 @@ class Plan(Checked):
 
 
 class Privacy(Record):
-    """A plan, but for n, of which values may be open: the section `[privacy]` of a configuration.
+    """The section `[privacy]` of a configuration: a plan without n, whose values may be open.
 
-    Open values are None, or "least-error" for blankets. Clip norm C and noise multiplier z belong
-    to the mechanisms of any vector, k categories and ε₀ to randomised response.
+    An open value is None, or "least-error" for blankets. Clip norm C and noise multiplier z belong
+    to the mechanisms for vectors, k categories and ε₀ to randomised response.
     """
 
     check_in_rate: CheckInRate | None = None

@@ -18,18 +18,13 @@ _PLAIN = BeforeValidator(lambda value: value.item() if isinstance(value, np.gene
 
 Whole = Annotated[int, _PLAIN]
 Number = Annotated[float, _PLAIN, Field(allow_inf_nan=False)]
-Count = Annotated[int, _PLAIN, Field(ge=1, description="a whole number, at least 1")]
-Positive = Annotated[
-    float, _PLAIN, Field(gt=0, allow_inf_nan=False, description="a number above 0")
-]
-NotNegative = Annotated[
-    float, _PLAIN, Field(ge=0, allow_inf_nan=False, description="a number, at least 0")
-]
-ClipNorm = Annotated[  # within it float64 and float32 hold an update and its noise without loss
-    float, _PLAIN, Field(ge=1e-18, le=1e15, description="a number in [1e-18, 1e15]")
-]
-Seconds = Annotated[float, _PLAIN, Field(gt=0, le=1e9, description="a number in (0, 10^9]")]
-Probability = Annotated[float, _PLAIN, Field(gt=0, lt=1, description="a number in (0, 1)")]
+Count = Annotated[Whole, Field(ge=1, description="a whole number, at least 1")]
+Positive = Annotated[Number, Field(gt=0, description="a number above 0")]
+NotNegative = Annotated[Number, Field(ge=0, description="a number, at least 0")]
+# Within it float64 and float32 hold an update and its noise without loss.
+ClipNorm = Annotated[Number, Field(ge=1e-18, le=1e15, description="a number in [1e-18, 1e15]")]
+Seconds = Annotated[Number, Field(gt=0, le=1e9, description="a number in (0, 10^9]")]
+Probability = Annotated[Number, Field(gt=0, lt=1, description="a number in (0, 1)")]
 
 
 class Record(BaseModel):
@@ -39,11 +34,15 @@ class Record(BaseModel):
 
 
 class ConfigError(ValueError):
-    """A value that is not allowed, wherever it comes from; one line says which, and what is."""
+    """A value is not allowed, in a configuration, a file or an argument.
+
+    Its text is one line that names the value, what was given and what is allowed, such as
+    `check-in rate must lie in (0, 1], got 1.3`.
+    """
 
 
 class Checked(Record):
-    """A record of which a wrong value is a ConfigError of one line."""
+    """A record that answers a wrong value by a ConfigError of one line."""
 
     def __init__(self, **values: Any) -> None:
         """Checks every value.
@@ -84,37 +83,36 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
     The descriptions of the model's fields say what is allowed.
     """
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-    path = [str(part) for part in first["loc"]]
-    if first["type"] == "value_error":  # of a check of our own, which says what is wrong
-        text, where = str(first["ctx"]["error"]), ".".join(path)
-        if path and text.partition(" ")[0] in _section_of(path, model)[0].model_fields:
+    kind, path = first["type"], [str(part) for part in first["loc"]]
+    section, depth = _section_of(path, model)
+    where = ".".join(path)
+    if kind == "value_error":  # of a check of our own, which says what is wrong
+        text = str(first["ctx"]["error"])
+        if path and text.partition(" ")[0] in section.model_fields:
             return f"{where}.{text}"
         return text if text.startswith(where) else f"{where}: {text}"
-    section, depth = _section_of(path, model)
-    if first["type"] == "extra_forbidden":
+    if kind == "json_invalid":
+        return f"it must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+    if kind == "extra_forbidden":
         names = list(section.model_fields)
         close = difflib.get_close_matches(path[-1], names, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        return f"unknown key {'.'.join(path)}; {hint}allowed: {', '.join(names)}"
-    if first["type"] == "json_invalid":
-        return f"it must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-    given = shown(first["input"])
-    if depth == len(path):  # a whole section
-        where = ".".join(path)
-        if first["type"] == "missing":
-            return f"{where} is missing"
-        what = "one table of values at least" if first["input"] == [] else "a table of values"
-        if first["type"] == "union_tag_invalid":
-            what = f"one with the name {first['ctx']['expected_tags']}"
-        if first["type"] == "tuple_type":
-            what = f"one table of values or several, each below [[{where}]]"
-        return f"{where or 'it'} must be {what}, got {given}"
-    key, field = ".".join(path[: depth + 1]), section.model_fields[path[depth]]
-    allowed = field.description or _words(field.annotation)
-    if first["type"] == "missing":
-        return f"{key} is missing" + (f": {allowed}" if allowed else "")
-    allowed = allowed or first["msg"].removeprefix("Input should be ")
-    return f"{key} must be {allowed}, got {given}"
+        return f"unknown key {where}; {hint}allowed: {', '.join(names)}"
+    if depth < len(path):  # a value
+        where, field = ".".join(path[: depth + 1]), section.model_fields[path[depth]]
+        allowed = field.description or _words(field.annotation)
+        if kind == "missing":
+            return f"{where} is missing" + (f": {allowed}" if allowed else "")
+        allowed = allowed or first["msg"].removeprefix("Input should be ")
+    elif kind == "missing":  # a whole section
+        return f"{where} is missing"
+    elif kind == "union_tag_invalid":
+        allowed = f"one with the name {first['ctx']['expected_tags']}"
+    elif kind == "tuple_type":
+        allowed = f"one table of values or several, each below [[{where}]]"
+    else:
+        allowed = "one table of values at least" if first["input"] == [] else "a table of values"
+    return f"{where or 'it'} must be {allowed}, got {shown(first['input'])}"
 
 
 def _words(kind: Any) -> str:
@@ -162,8 +160,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     allowed = f"at least {low}" if high is None else f"in {low}..{high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ConfigError(f"{name} must be an integer {allowed}, got {value!r}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
+    if not low <= (number := int(value)) <= (number if high is None else high):
         raise ConfigError(f"{name} must be {allowed}, got {number}")
     return number
 
@@ -174,14 +171,11 @@ def real(name: str, value: Any, interval: str) -> float:
     Raises:
         ConfigError: Not a finite real number (a bool is none) or outside the interval.
     """
-    low_text, high_text = interval[1:-1].split(",")
-    low, high = float(low_text), float(high_text)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(f"{name} must be a number in {interval}, got {value!r}")
-    number = float(value)
-    above = number >= low if interval[0] == "[" else number > low
-    below = number <= high if interval[-1] == "]" else number < high
-    if not (math.isfinite(number) and above and below):
+    number, (low, high) = float(value), map(float, interval[1:-1].split(","))
+    on_an_end = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
+    if not (math.isfinite(number) and (low < number < high or on_an_end)):
         raise ConfigError(f"{name} must lie in {interval}, got {number}")
     return number
 

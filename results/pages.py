@@ -17,7 +17,7 @@ import jinja2
 
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan, epsilon_table
 from shufl.learning.config import flat
-from shufl.protocol.rounding import rounded_down, rounded_up
+from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import read_toml
 from shufl.results.plots import plot_rounds, plot_score_epsilon
 from shufl.results.rows import check_ledger, read_run, read_starts, rounds_told
@@ -187,7 +187,7 @@ def origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
 
 
 def _in_words(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names of a plan's keys, and their values, rounded as `protocol.rounding` says."""
+    """The names of a plan's keys, and their values, rounded as `protocol.text` says."""
     for key, value in flat(plan).items():
         name = key.removeprefix("mechanism.")
         rounded = rounded_down if name == "check_in_rate" else rounded_up

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shufl.protocol.rounding import rounded_down, rounded_up
+from shufl.protocol.text import rounded_down, rounded_up
 from shufl.results.tables import score_axis, scores_of
 
 if TYPE_CHECKING:

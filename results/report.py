@@ -12,7 +12,7 @@ from shufl.accounting import epsilon_table
 from shufl.learning.data.users import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 from shufl.results.engine import Engine
 from shufl.results.experiment import Experiment
 from shufl.results.rows import RunRecorder

@@ -36,7 +36,7 @@ from shufl.learning.trained import frozen_digest, load_sent
 from shufl.protocol import GaussianMechanism, RoundRecord
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
-from shufl.protocol.rounding import rounded_down, rounded_up
+from shufl.protocol.text import rounded_down, rounded_up
 from shufl.results.engine import Engine, engine_of
 from shufl.results.experiment import Experiment, prepare
 from shufl.results.interrupts import interrupts

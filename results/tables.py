@@ -10,7 +10,7 @@ from rich.table import Table
 
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
-from shufl.protocol.rounding import rounded_down, rounded_up
+from shufl.protocol.text import rounded_down, rounded_up
 
 if TYPE_CHECKING:
     from shufl.accounting import EpsilonRow, PrivacyPlan

@@ -133,7 +133,7 @@ def warm_deployment(request):
     with pytest.MonkeyPatch.context() as patch:
         if not _is_night(request.config):
             flwr = SimpleNamespace(run=flwr_command, DEVNULL=None)
-            patch.setattr("shufl.deploy.register.subprocess", flwr)
+            patch.setattr("shufl.deploy.superlink.subprocess", flwr)
             patch.setattr("shufl.deploy.rehearse.subprocess", warm_sites())
         yield
 

@@ -21,10 +21,10 @@ import tomli_w
 
 from run_world import LIMIT, children, json_lines, shufl
 from shufl.accounting import Ledger, PrivacyPlan
+from shufl.deploy.deployment import Deployment, flower_environment
 from shufl.deploy.node import agreed_plan
-from shufl.deploy.plan import Deployment, flower_environment
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.sites import FLOWER_FOLDER
+from shufl.deploy.site_files import FLOWER_FOLDER
 from shufl.learning.config import load
 from warm import Warm, play
 

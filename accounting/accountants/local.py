@@ -12,7 +12,7 @@ from shufl.accounting.numerics.sign_pairs import Response, sign_profile
 from shufl.accounting.numerics.subsampled import subsampled_profile
 from shufl.protocol.events import Allocation, CheckIn, FixedSize, Shuffled, Summed
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 
 _LEAST_RATE = 1e-290  # where floats still have all their digits
 

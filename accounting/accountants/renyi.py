@@ -13,7 +13,7 @@ from shufl.accounting.numerics import FloatArray, reverse_moments, theorem3
 from shufl.accounting.numerics import renyi as rdp_bounds
 from shufl.protocol import validation
 from shufl.protocol.events import FixedSize, Shuffled
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 
 
 @functools.lru_cache(maxsize=1024)

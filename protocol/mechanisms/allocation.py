@@ -27,12 +27,13 @@ def simulated_allocation_key(seed: int) -> bytes:
 
 
 def allocated(key: bytes, round: int, users: np.ndarray, every: int) -> np.ndarray:
-    """Tells which users report in a round, which is the same whenever it is asked.
+    """Tells which users report in a round; the answer never changes.
 
     The draws are ChaCha20's key stream under `key`, which a device keeps on disk: so a restart does
     not draw again. Each of the b rounds of a block has probability 1/b, to within 2^-128.
 
     Args:
+        key: 32 bytes.
         round: Counts from 1.
         users: Their ids, int of shape (u,).
         every: b, from 1 to 10^9.
@@ -53,7 +54,7 @@ def allocated(key: bytes, round: int, users: np.ndarray, every: int) -> np.ndarr
 def all_allocated(key: bytes, round: int, users: int, every: int) -> np.ndarray:
     """Returns which of the ids 0 to `users` - 1 report in a round: int64, increasing.
 
-    Memory grows only with their number.
+    Memory grows only with the number of those that do.
     """
     block, place = divmod(round - 1, every)
     found = [np.zeros(0, dtype=np.int64)]
@@ -64,7 +65,7 @@ def all_allocated(key: bytes, round: int, users: int, every: int) -> np.ndarray:
 
 
 def _drawn(key: bytes, block: int, start: int, users: int, every: int) -> np.ndarray:
-    """What users from `start` on have drawn for a block: uint64, from 0 to b - 1.
+    """What the users from `start` on have drawn for a block: uint64, from 0 to b - 1.
 
     ChaCha20 makes the 128 bits of four users at a time; its counter is the first half of the nonce.
     """

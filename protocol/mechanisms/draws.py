@@ -81,10 +81,10 @@ class Normal:
 
 
 def to_normals(draws: np.ndarray) -> np.ndarray:
-    """The draws as N(0, 1) floats: those of a seed as they are, words as float64.
+    """The draws as N(0, 1) floats: draws of a seed as they are, words as float64.
 
-    Words of 2^37 or more give the draw to within 4e-12 as far as it goes, nearly all of them to
-    1e-15; smaller ones, beyond 5.7 deviations, the middle of what they may turn out to be.
+    Words of 2^37 or more give the draw to within 4e-12, and nearly all of them to within 1e-15.
+    Smaller words stand for draws beyond 5.7 deviations, and give the middle of their interval.
     """
     if draws.dtype != np.uint64:
         return draws
@@ -100,7 +100,7 @@ def to_normals(draws: np.ndarray) -> np.ndarray:
 
 
 def coins(draws: np.ndarray, chance: float | Fraction) -> np.ndarray:
-    """Whether each draw's coin, which has exactly this chance, says yes: bool, of draws' shape."""
+    """Tosses a coin of exactly this probability with each draw: bool, of the draws' shape."""
     if draws.dtype != np.uint64:
         below: np.ndarray = draws.astype(np.float64) < special.ndtri(float(chance))
         return below

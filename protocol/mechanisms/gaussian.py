@@ -1,7 +1,7 @@
 """The local Gaussian mechanism: clip to C, add N(0, (zC)^2 I), round to a fixed grid of 16 bits.
 
-A device uses it for its user's update, and the shuffler for its blankets, which are reports of the
-zero update: by the same arithmetic, so that nothing in a report tells which of the two it is.
+A device makes its user's report with it. The shuffler makes blankets with it, which are reports of
+the zero update. Both use the same arithmetic, so nothing in a report tells which of the two it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOG_FALSE_REJECT = math.log(1e12)  # an honest report is rejected with probabil
 
 
 class GaussianMechanism(Checked):
-    """Every report is an update clipped to norm C, plus `N(0, (zC)² I)`.
+    """Makes a report of an update: clips it to norm C, and adds noise `N(0, (zC)² I)`.
 
     Attributes:
         clip_norm: C, the largest Euclidean norm of an update before noise, in [1e-18, 1e15]. No ε
@@ -35,13 +35,13 @@ class GaussianMechanism(Checked):
             private.
 
     Guarantee:
-        Two updates of a user, whatever they are, give reports of normal law with standard deviation
-        zC in each entry, rounded, whose means are at most 2C apart.
+        The reports of any two updates of a user are rounded normal vectors with standard deviation
+        zC in each entry, and their means are at most 2C apart.
     """
 
     least_noise: ClassVar[float] = 0.2
-    """Less is never recommended, whatever ε says: where few rounds at a small γ leave a user's
-    chance to take part at all below δ, ε is 0 for reports without noise."""
+    """The least z that a search recommends, whatever ε says: ε is 0 even without noise where few
+    rounds at a small γ leave a user's probability to take part at all below δ."""
     by_entry: ClassVar[bool] = True
     """Whether a report of zeros can be made piece by piece, each from its own draws."""
 
@@ -73,15 +73,19 @@ class GaussianMechanism(Checked):
         return self.clip_norm * (1 + _NOISE_RANGE * self.noise_multiplier) / _LARGEST
 
     def report(self, update: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """One report: clip(update, C) + zC * draws, in units, rounded and saturated.
+        """Returns one report: clip(update, C) + zC * draws, in units, rounded and saturated.
 
-        The sum is formed in float64. From words every integer is that of real numbers all the same:
-        the few entries that float64 does not decide are decided by more digits. (The time that
-        takes tells how the noise fell, not the update.) Rounding and saturating come after the
-        noise, so they are post-processing.
+        The sum is formed in float64. Draws of 64 random bits still give exactly the integers of
+        real arithmetic: the few entries that float64 does not decide are decided by more digits.
+        (The time that this takes tells how the noise fell, and nothing of the update.) Rounding and
+        saturating come after the noise, so they are post-processing.
 
-        `update` has shape (d,) and any float type, `draws` of a `Randomness` shape (d,). Returns
-        int16 of shape (d,).
+        Args:
+            update: Shape (d,), any float type.
+            draws: Of a `Randomness`, shape (d,).
+
+        Returns:
+            The report in steps of `unit(d)`: int16 of shape (d,).
         """
         deviation = Fraction(self.noise_multiplier) * Fraction(self.clip_norm)
         clipped = clip(update, self.clip_norm)
@@ -89,7 +93,7 @@ class GaussianMechanism(Checked):
         return np.clip(noisy, -_LARGEST, _LARGEST, out=noisy).astype(np.int16)
 
     def largest_honest_norm(self, dimension: int) -> float:
-        """A norm, in units, that an honest report exceeds with probability below 1e-12.
+        """Returns a norm, in units, that an honest report exceeds with probability below 1e-12.
 
         C + zC (sqrt(d) + sqrt(2 log 1e12)), and sqrt(d)/2 for rounding: the norm of N(0, I_d) is
         1-Lipschitz, so it exceeds its mean (at most sqrt(d)) by t with probability at most
@@ -103,10 +107,20 @@ class GaussianMechanism(Checked):
 def rounded(
     values: np.ndarray, draws: np.ndarray, deviation: Fraction, unit: float, most: int
 ) -> np.ndarray:
-    """(values + deviation * draws) / unit, rounded to whole numbers: float64 of shape (d,).
+    """Returns (values + deviation * draws) / unit, rounded to whole numbers.
 
-    From words every whole number from -most to most is that of real numbers. An entry that is
-    farther from 0 stays so.
+    Draws of 64 random bits (uint64) give exactly the whole numbers of real arithmetic, as far as
+    these lie in -most to most. Numbers beyond stay beyond, on the same side.
+
+    Args:
+        values: Shape (d,).
+        draws: Of a `Randomness`, shape (d,).
+        deviation: The noise's standard deviation.
+        unit: What one step stands for.
+        most: The largest whole number that must be exact.
+
+    Returns:
+        Whole numbers as float64 of shape (d,).
     """
     noisy: np.ndarray = np.multiply(to_normals(draws), float(deviation), dtype=np.float64)
     noisy += values
@@ -116,13 +130,13 @@ def rounded(
         undecided = _undecided(noisy, draws, _NEAR * max(1.0, float(deviation) / unit / 2731))
     np.rint(noisy, out=noisy)
     for place in undecided:
-        about = Fraction(float(values[place])), Normal(int(draws[place]))
-        noisy[place] = _decide(*about, deviation, Fraction(unit), most)
+        start, normal = Fraction(float(values[place])), Normal(int(draws[place]))
+        noisy[place] = _decide(start, normal, deviation, Fraction(unit), most)
     return noisy
 
 
 def _decide(start: Fraction, normal: Normal, deviation: Fraction, unit: Fraction, most: int) -> int:
-    """The whole number of one entry, as exact as its draw is long."""
+    """The whole number of one entry; as many bits of its draw are made as the decision needs."""
 
     def is_enough(integer: int) -> bool:
         bound = (integer + Fraction(1, 2)) * unit
@@ -132,9 +146,10 @@ def _decide(start: Fraction, normal: Normal, deviation: Fraction, unit: Fraction
 
 
 def _undecided(noisy: np.ndarray, words: np.ndarray, near_by: float) -> list[int]:
-    """The places of entries, in units, that float64 may round to the wrong integer.
+    """The places of the entries that float64 may round to the wrong integer.
 
-    Those within `near_by` of the middle between two integers, and those far out.
+    These lie within `near_by` of the middle between two integers, or far out in the noise's tail.
+    `noisy` holds the entries in units.
     """
     places: list[int] = []
     for start in range(0, words.size, AT_ONCE):
@@ -148,19 +163,24 @@ def _undecided(noisy: np.ndarray, words: np.ndarray, near_by: float) -> list[int
 def clip(update: np.ndarray, clip_norm: float) -> np.ndarray:
     """Scales an update down to L2 norm at most `clip_norm`; shorter ones stay as they are.
 
-    The norm of the floats that are returned is at most `clip_norm` in exact arithmetic too: the
-    computed one counts as longer by more than it can err, a billionth of itself for d = 10^6.
+    The norm of the returned floats is at most `clip_norm` in exact arithmetic too: the computed
+    norm is enlarged by more than it can err, by a billionth of itself for d = 10^6.
 
     A zero vector stays zero. An update with a NaN or infinite entry has no direction to keep and
-    becomes the zero vector, so that the sensitivity bound holds for every input. All take as long:
-    the moments of a device's reports must not tell whose update was clipped.
+    becomes the zero vector, so that the sensitivity bound holds for every input. All inputs take
+    equally long: the moments of a device's reports must not tell whose update was clipped.
 
-    The update has shape (d,) and any float type; float64 of shape (d,) is returned.
+    Args:
+        update: Shape (d,), any float type.
+        clip_norm: C, above 0.
+
+    Returns:
+        Float64 of shape (d,).
     """
     wide = np.asarray(update, dtype=np.float64)
     if not np.isfinite(wide).all():
         wide = np.zeros_like(wide)
     norm = float(linalg.norm(wide, check_finite=False))  # BLAS nrm2: no overflow on the way
-    # In whatever order and scale they are summed, d squares err by less than 8 (d + 2) 2^-53.
+    # The computed sum of d squares errs by less than 8 (d + 2) 2^-53 of it, in any order and scale.
     excess = norm * (1.0 + (wide.size + 8) * 2.0**-50) / clip_norm
     return wide / max(excess, 1.0)

@@ -86,9 +86,16 @@ class LdpSgd(Checked):
         return self.norm(dimension) / math.sqrt(dimension)
 
     def lengths_along(self, standard_normal: np.ndarray, dimension: int) -> np.ndarray:
-        """B |<v, u>| for a unit vector u, v uniform on the sphere, from one N(0, 1) draw each.
+        """Returns draws of B |<v, u>|, for a unit vector u and v uniform on the sphere.
 
-        For a simulation that adds up what reports have along their updates' directions.
+        A simulation adds up what reports have along their updates' directions.
+
+        Args:
+            standard_normal: One N(0, 1) draw for each result, any shape.
+            dimension: d, of the reports.
+
+        Returns:
+            Float64 of the same shape.
         """
         if dimension == 1:
             return np.full(standard_normal.shape, self.norm(1))
@@ -102,14 +109,18 @@ class LdpSgd(Checked):
         return self.norm(dimension) * reach / _LARGEST
 
     def report(self, update: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """One report, in units, rounded and saturated.
+        """Returns one report, in units, rounded and saturated.
 
-        Whatever the update, v and -v are equally likely, and a coin says which is sent: rounding
-        errors of v, and of the scalar product, which says which side is which, cannot cost any ε.
-        From words the coin has exactly the chance (1 + share t)/2, with a share of at most 1.
+        Whatever the update, v and -v are equally likely, and a coin decides which of them is sent.
+        So rounding errors of v, or of the scalar product that tells the sides apart, cost no ε.
+        Draws of 64 random bits give the coin exactly the probability (1 + ρt)/2, with ρ at most 1.
 
-        `update` has shape (d,) and any float type, `draws` of a `Randomness` shape (d + 1,).
-        Returns int16 of shape (d,).
+        Args:
+            update: Shape (d,), any float type.
+            draws: Of a `Randomness`, shape (d + 1,).
+
+        Returns:
+            The report in steps of `unit(d)`: int16 of shape (d,).
         """
         clipped = clip(update, self.clip_norm)
         drawn = to_normals(draws[:-1]).astype(np.float64)
@@ -119,7 +130,7 @@ class LdpSgd(Checked):
         side = 1.0 if float(drawn @ clipped) >= 0.0 else -1.0
         dimension = drawn.size
         drawn_length = float(linalg.norm(drawn))
-        if drawn_length == 0.0:  # as rare as it is, it is not on the sphere
+        if drawn_length == 0.0:  # almost never; a zero vector has no place on the sphere
             drawn[0] = drawn_length = 1.0
         length = self.norm(dimension) / self.unit(dimension) / drawn_length
         drawn *= side * length if right else -side * length

@@ -28,8 +28,9 @@ class RandomisedResponse(Checked):
     r is the user's own category with probability `s = (e^ε₀ - 1)/(e^ε₀ + k - 1)`, otherwise a
     uniform one, which may be the user's too: pure ε₀-LDP. A blanket is a uniform category.
 
-    An update is `1/k - p`, with p a user's own shares of the categories: what one gradient step of
-    the model `histogram` asks for. A user of several records reports of one drawn from p.
+    An update is `1/k - p`, where p holds the shares of the categories among the user's own records:
+    the gradient step of the model `histogram`. A user with several records reports one of them,
+    drawn from p.
 
     Attributes:
         categories: k.
@@ -78,14 +79,18 @@ class RandomisedResponse(Checked):
         return 1.0 / (self.categories * self.truth)
 
     def report(self, update: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """One report, in units.
+        """Returns one report, in units.
 
-        Whatever the update, it is a draw from some p, so that the coin bounds what a report tells.
-        From words the coin's chance is exactly s, and all uniform categories are equally likely.
+        Whatever the update is, the report's category is drawn from some p, so the coin bounds what
+        the report tells. Draws of 64 random bits give the coin exactly the probability s, and make
+        all uniform categories equally likely.
 
-        `update` is `1/k - p`, of shape (k,) and any float type; what is no such p is made one.
-        `draws` of a `Randomness` have shape (3,). Returns int16 of shape (k,): 1 - k at the
-        category, 1 elsewhere, as an update has its sign.
+        Args:
+            update: `1/k - p`, of shape (k,) and any float type; other vectors are made into a p.
+            draws: Of a `Randomness`, shape (3,).
+
+        Returns:
+            Int16 of shape (k,): 1 - k at the category, 1 elsewhere. The sign is that of an update.
         """
         k = self.categories
         own = float(special.ndtr(to_normals(draws[:1]).astype(np.float64))[0])

@@ -190,8 +190,8 @@ def make_randomness(seed: int | None) -> Randomness:
 def most_blankets(expected: float) -> int:
     """A number that Poisson(`expected`) reaches with probability below 2^-128; 0 for 0.
 
-    A shuffler does the work of so many blankets in every round, so that the time tells nothing of
-    how many of them it keeps.
+    A shuffler makes this many blankets in every round, so that the time does not tell how many of
+    them it keeps.
     """
     if expected == 0:
         return 0
@@ -203,7 +203,7 @@ def most_blankets(expected: float) -> int:
 
 
 def least_delta(rounds: int) -> float:
-    """The least δ that so many rounds support: what `_NEVER` adds is 1.2e-16 of it."""
+    """The least δ of a plan of this many rounds: `_NEVER` adds 1.2e-16 of it to δ."""
     return rounds / 1e22
 
 
@@ -297,7 +297,7 @@ def _secret_words(size: int) -> np.ndarray:
 
 
 def _parts(size: int) -> Iterator[slice]:
-    """The slices of so many numbers that are drawn at once."""
+    """Slices of the places 0 to `size` - 1; the numbers of each are drawn at once."""
     for start in range(0, size, _BLOCK):
         yield slice(start, min(start + _BLOCK, size))
 

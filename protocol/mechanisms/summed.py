@@ -15,7 +15,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 from shufl.protocol.mechanisms.gaussian import clip, rounded
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 from shufl.protocol.validation import ConfigError
 
 SEED_BYTES = 32
@@ -69,10 +69,12 @@ def check_sums(
 
 
 def whole_update(update: np.ndarray, clip_norm: float) -> np.ndarray:
-    """The update, clipped, in whole units: int64 of shape (d,), its length at most C, exactly.
+    """Returns the update, clipped, in whole units: int64 of shape (d,), at most C long, exactly.
 
-    Rounded to the nearest; where that would be too long, towards zero, as often as it takes. All
-    take as long, but where a quotient was rounded up to a whole number, which hardly ever happens.
+    Entries are rounded to the nearest whole number. If the vector is then too long, they are
+    rounded towards zero instead, and moved a step towards zero as often as it takes. All updates
+    take equally long, except where a quotient was rounded up to a whole number, which hardly ever
+    happens.
     """
     most = int(_UNITS**2) * update.size  # (C/u)²
     scaled = clip(update, clip_norm) / unit_of_sums(clip_norm, update.size)
@@ -88,10 +90,16 @@ def whole_update(update: np.ndarray, clip_norm: float) -> np.ndarray:
 def whole_noise(
     draws: np.ndarray, multiplier: float, users: int, dimension: int | None = None
 ) -> np.ndarray:
-    """The noise of so many users who add N(0, (zC)²) each, in whole units: int64 of shape (d,).
+    """Returns the noise of so many users who add N(0, (zC)²) each, in whole units.
 
-    `draws` are of a `Randomness`, of shape (d,), and decide every whole number as real numbers do.
-    `dimension` is that of the model where the draws are for some of its parameters only.
+    Args:
+        draws: Of a `Randomness`, shape (d,); the result is exactly that of real arithmetic.
+        multiplier: z.
+        users: How many.
+        dimension: The model's number of parameters, where the draws are for some of them only.
+
+    Returns:
+        Int64 of shape (d,).
     """
     steps = steps_of_sums(multiplier * math.sqrt(users), dimension or draws.size) * _MORE
     zeros = np.broadcast_to(0.0, draws.size)

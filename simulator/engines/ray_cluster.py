@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from shufl.learning.section import ConfigError, one_line
-from shufl.protocol.logs import logs_to
+from shufl.protocol.text import logs_to
 from shufl.results.engine import EngineFailed
 
 NO_GPU = 'simulation.device must be "cpu" in this Ray, which has no GPU, got "cuda"'

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS
 from shufl.learning.config import dumps
-from shufl.protocol.rounding import rounded_down, rounded_up
+from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import first_mistake
 from shufl.results.pages import Part, Table, image, origin, render, what_trained
 from shufl.results.plots import draw

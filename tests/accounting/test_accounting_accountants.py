@@ -23,7 +23,7 @@ from nights import by_night
 from rounds import check_in, everyone, fixed_size, with_noise
 from shufl import accounting, protocol
 from shufl.accounting.numerics import renyi as rdp_bounds
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 
 RELATION = dp_accounting.NeighboringRelation
 CHECK_IN = check_in(60_000, 0.1, 5.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deployment_world import ACCOUNTS, number_accounts
-from shufl.deploy.plan import Deployment
+from shufl.deploy.deployment import Deployment
 from shufl.deploy.provision import provision
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

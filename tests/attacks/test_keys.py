@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from typer.testing import CliRunner
 
 from shufl.cli.shuffler import keys_app
-from shufl.deploy.plan import Deployment
+from shufl.deploy.deployment import Deployment
 from shufl.deploy.provision import provision
 from shufl.shuffler import Credentials
 from shufl.shuffler.callers import Caller, Role, caller_of
@@ -284,6 +284,7 @@ def test_a_name_is_used_once(tmp_path: Path, authority: Path, csr: Path):
         (("--role=shuffler",), "a shuffler's certificate needs hosts"),
         (("--role=shuffler", "--host=a b"), "a host is a DNS name or an IP address"),
         (("--role=authority",), "an authority is issued by none"),
+        (("--role=server", "--host=a"), "a shuffler's certificate needs hosts"),
         (("--role=server", "--days=0"), "--days lies in (0, 36500], got 0"),
     ],
 )

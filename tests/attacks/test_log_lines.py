@@ -7,7 +7,7 @@ import pytest
 
 from shuffler_world import ShufflerHere, World
 from shufl.protocol import hash_chain
-from shufl.protocol.logs import logs_to
+from shufl.protocol.text import logs_to
 from shufl.server.broadcast import _reason
 from shufl.server.fleet import read_node
 from shufl.shuffler.record import verify

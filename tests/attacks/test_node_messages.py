@@ -23,7 +23,7 @@ from shufl.clients.device_process import _Reader
 from shufl.clients.node import Announcement, Question
 from shufl.deploy.node import node_settings
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.sites import NodeSite, load_site
+from shufl.deploy.site_files import NodeSite, load_site
 
 FORGED = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2Jforged\x9b2J\u202eforged\u2028forged"
 EVENT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) [ -~…]*")

@@ -31,7 +31,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from deployment_world import NAME, Nginx, World, command, run_flwr, write_flower_app
 from ports import free_port
 from run_world import LIMIT, wait_until
-from shufl.deploy.plan import flower_environment
+from shufl.deploy.deployment import flower_environment
 from shufl.shuffler.keys import make_flower_key
 
 pytestmark = [

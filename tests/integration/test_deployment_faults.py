@@ -13,7 +13,6 @@ import pytest
 
 from deployment_world import World, message_seconds
 from ports import free_port
-from shufl.deploy.plan import node_processes
 from tiny_disk import fill, tiny_disk_at
 
 
@@ -96,7 +95,7 @@ def world(tmp_path):
         world.network = stack.enter_context(Network(world.deployment.server.local_port))
         address = f"127.0.0.1:{world.network.server_address[1]}"
         seconds = world.plan.window.seconds
-        processes = node_processes(world.deployment.nodes[1], address, seconds)
+        processes = world.deployment.nodes[1].processes(address, seconds)
         world.sites["ward-2"] = dataclasses.replace(world.sites["ward-2"], processes=processes)
         stack.callback(world.network.shutdown)
         with world:

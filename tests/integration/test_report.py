@@ -297,7 +297,7 @@ def test_the_page_of_a_run_needs_no_torch(run_folder):
     """A report is wanted at once, as is a status, and torch takes seconds to import."""
     code = (
         "import pathlib, sys; from shufl.cli.experiment import page_of; "
-        "import shufl.deploy.status; "
+        "import shufl.deploy.run_status; "
         "page_of(pathlib.Path(sys.argv[1])); print({'torch', 'flwr', 'ray'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, run_folder]

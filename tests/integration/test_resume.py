@@ -278,10 +278,8 @@ def test_a_run_at_work_cannot_be_resumed_a_second_time(long_vectorised_run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either a CONFIG to run or --resume RUN_FOLDER"),
         (["quickstart", "--resume", "folder"], "give either a CONFIG to run or --resume"),
         (["--resume", "folder", "--set", "seed=1"], "--resume goes alone"),
-        (["--resume", "folder"], "a run folder has a config.toml"),
     ],
 )
 def test_what_resume_does_not_take_is_one_line(tmp_path, monkeypatch, arguments, message):

@@ -17,9 +17,9 @@ from run_world import LIMIT, wait_until
 from shufl.cli.__main__ import app
 from shufl.clients.device import load_device
 from shufl.deploy.provision import provision
-from shufl.deploy.register import register
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.status import newest_run
+from shufl.deploy.run_status import newest_run
+from shufl.deploy.superlink import register
 from shufl.shuffler import Credentials
 from shufl.shuffler.keys import Request, make_flower_key
 
@@ -52,7 +52,7 @@ class Year(World):
         )
         done = provision(self.deployment, self.base, self.folder, approve, in_place=True)
         self.sites = {site.name: site for site in done.sites}
-        return done.enrolled
+        return done
 
     def enrol(self, name):
         """What a new node, or one with new keys, does."""

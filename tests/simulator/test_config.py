@@ -23,11 +23,8 @@ from shufl.results.experiment import prepare
             r"privacy.check_in_rate must be a number in \[1e-12, 1\], got 1.3",
         ),
         ("privacy.check_in_rate=1e-17", r"check_in_rate must be .* got 1e-17"),
+        ("privacy.clip_norm=9e-19", r"privacy.clip_norm must be a number in \[1e-18, 1e15\]"),
         ("training.learning_rate=1e300", r"learning_rate must be a number in \(0, 1e30\], got 1e"),
-        (
-            "training.local_learning_rate=1e300",
-            r"local_learning_rate must be a number in \(0, 1e30",
-        ),
         (
             "data.users=1000000000001",
             r"data.users must be a whole number from 1 to 10\^12 or left out, got 1",
@@ -47,12 +44,7 @@ from shufl.results.experiment import prepare
             "privacy.noise_multiplier=nan",
             "privacy.noise_multiplier must be a number in .* or left out, got nan",
         ),
-        (
-            "privacy.noise_multiplier=inf",
-            "privacy.noise_multiplier must be a number in .* or left out, got inf",
-        ),
         ("privacy.adjacency=add", "privacy.adjacency must be one of replace, zero-out, got 'add'"),
-        ("privacy.accountant=3", "privacy.accountant must be one of theorem3, .* got 3"),
         ("privacy.shuffler_blanket=5", "unknown key privacy.shuffler_blanket; did you mean"),
         (
             "privacy.shuffler_blankets=-1",
@@ -72,10 +64,6 @@ from shufl.results.experiment import prepare
         ("seed=sometimes", "seed must be a whole number .* got 'sometimes'"),
         ("simulation=3", "simulation must be a table of values, got 3"),
         ("name=../up", r"name must be at most 100 letters, digits, .* got '\.\./up'"),
-        (
-            "training.optimiser=lbfgs",
-            "training.optimiser must be one of adadelta, .*, sgd, got .lb",
-        ),
         ("name.first=1", "name is not a section"),
     ],
 )
@@ -172,18 +160,6 @@ def test_a_misspelt_key_is_named_before_what_is_missing_because_of_it(tmp_path):
     override = ["privacy.chek_in_rate=0.5"]
     with pytest.raises(ConfigError, match=r"^.*: unknown key privacy.chek_in_rate; did you mean"):
         load(str(path), override)
-
-
-def test_files_that_are_not_there_or_not_toml(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        load(str(tmp_path / "none.toml"))
-    path = tmp_path / "run.toml"
-    path.write_text("name = \n")
-    with pytest.raises(ConfigError, match="is not valid TOML"):
-        load(str(path))
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not valid TOML"):
-        load(str(path))
 
 
 @pytest.mark.parametrize(

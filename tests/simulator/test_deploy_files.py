@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shufl.deploy.plan import (
-    PROGRAMS,
-    Deployment,
-    node_processes,
-    server_process,
-)
+from shufl.deploy.deployment import PROGRAMS, Deployment
 from shufl.deploy.provision import provision
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.operations import Metrics
@@ -32,6 +27,19 @@ def _program(folder: Path, name: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
+
+
+def _run_script(tmp_path: Path, folder: Path, *command: object) -> list[str]:
+    """What a shell script prints in a folder, with the programs of `tmp_path` before others."""
+    done = subprocess.run(
+        ["sh", *map(str, command)],
+        cwd=folder,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -122,20 +130,13 @@ def test_alerts_and_dashboard_ask_for_metrics_that_there_are(sites):
 def test_a_container_starts_what_the_unit_says(example, sites, tmp_path):
     address = f"{example.server.host}:{example.server.port}"
     node = example.nodes[0]
-    cases = [("server", server_process(example.server))]
-    cases += [(node.name, process) for process in node_processes(node, address, 120)]
+    cases = [("server", example.server.process)]
+    cases += [(node.name, process) for process in node.processes(address, 120)]
     for site, process in cases:
-        program, *arguments = process.command
+        program, *arguments = shlex.split(process.command)
         _program(tmp_path, program, 'printf "%s\\n" "$@"')
-        started = subprocess.run(
-            ["sh", str(DEPLOY / "site.sh"), "start", process.name],
-            cwd=sites / site,
-            env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert started.stdout.splitlines() == arguments
+        start = DEPLOY / "site.sh", "start", process.name
+        assert _run_script(tmp_path, sites / site, *start) == arguments
 
 
 def test_a_container_gives_a_site_s_files_their_owners(sites, tmp_path):
@@ -145,15 +146,7 @@ def test_a_container_gives_a_site_s_files_their_owners(sites, tmp_path):
     _program(tmp_path, "stat", "echo 0")  # as if .venv were root's
     for site in ("ward-1", "server", "shuffler-1"):
         folder = shutil.copytree(sites / site, tmp_path / site)
-        done = subprocess.run(
-            ["sh", str(DEPLOY / "site.sh"), "install"],
-            cwd=folder,
-            env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        lines = done.stdout.splitlines()
+        lines = _run_script(tmp_path, folder, DEPLOY / "site.sh", "install")
         assert lines[0] == "chown shufl:shufl ."
         assert {"chown -R shufl:shufl ./keys", "chmod -R u=rwX,g=,o= ./keys"} <= {*lines}
         assert not [line for line in lines if "shufl:shufl ./.venv" in line]
@@ -176,12 +169,7 @@ def test_a_machine_is_installed_by_one_command_that_may_be_run_again(sites, tmp_
         script = (folder / "install.sh").read_text().replace("/etc/nftables.conf", f"{tmp_path}/n")
         (folder / "install.sh").write_text(script.replace("/etc/nginx", f"{tmp_path}/nginx"))
         for _ in range(2):
-            subprocess.run(
-                ["sh", str(folder / "install.sh")],
-                env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-                check=True,
-                stdout=subprocess.DEVNULL,
-            )
+            _run_script(tmp_path, tmp_path, folder / "install.sh")
         lines = called.read_text().splitlines()
         assert sum(line.startswith("useradd") for line in lines) == accounts
         assert sum(line.startswith("groupadd") for line in lines) == 1
@@ -210,11 +198,7 @@ def test_shufflers_of_several_deployments_share_one_nginx(sites, tmp_path):
         (folder / "nginx.conf").write_text(nginx.replace(":9000", f":{port}"))
         script = (folder / "install.sh").read_text().replace("/etc/nginx", str(etc))
         (folder / "install.sh").write_text(script.replace("/shufl.conf", f"/{prefix}.conf"))
-        subprocess.run(
-            ["sh", str(folder / "install.sh")],
-            env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-            check=True,
-        )
+        _run_script(tmp_path, tmp_path, folder / "install.sh")
     module = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
     load = f"load_module {module};\n" if module.exists() else ""
     log = f"error_log {tmp_path}/log; pid {tmp_path}/pid; events {{}}\n"

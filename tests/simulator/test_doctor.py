@@ -11,7 +11,6 @@ import ssl
 import threading
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 from cryptography import x509
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,7 +24,7 @@ from shufl.clients import load_device
 from shufl.deploy.doctor import examine
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.sites import NodeSite, load_site
+from shufl.deploy.site_files import NodeSite, load_site
 from shufl.learning.config import load
 from shufl.learning.section import ConfigError
 from shufl.shuffler.callers import Role
@@ -314,24 +313,6 @@ def test_a_window_that_is_too_short_for_the_work_is_found(node):
 
 def test_records_that_are_not_there_are_found(without_records):
     assert "could not be imported" in troubles(without_records)["model and records"].trouble
-
-
-@pytest.mark.slow
-def test_records_that_a_cast_would_make_good_are_found(node):
-    file = node / "node.toml"
-    file.write_text(file.read_text().replace('"simulated"', '"own"'))
-    (node / "own").mkdir()
-    features, labels = np.zeros((2, 1, 8, 8)), np.array([0, 9])
-    for user in range(3):
-        np.savez(node / f"own/{user}.npz", features=features, labels=labels)
-    assert "model and records" not in troubles(node)
-    np.savez(node / "own/2.npz", features=features, labels=labels + 0.7)
-    found = troubles(node)["model and records"].trouble
-    assert (
-        "the records of user 2 cannot be read: labels must be whole numbers, got float64" in found
-    )
-    np.savez(node / "own/2.npz", features=features * np.nan, labels=labels)
-    assert "user 2 must have finite features" in troubles(node)["model and records"].trouble
 
 
 def test_the_command_exits_with_1_and_says_what_mends_it(without_records, tmp_path):

@@ -290,8 +290,6 @@ def test_files_without_rows_are_refused(tmp_path):
 def test_what_is_no_csv_in_utf_8_is_one_line(tmp_path, content):
     path = tmp_path / "people.csv"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"people\.csv must be CSV in UTF-8.*: "):
-        count_column(path, "town", ["A", "B"], False)
     done = asked(path, "--column", "town", "--epsilon", "1", "--categories", path)
     assert done.exit_code == 2
     assert "people.csv must be " in done.stderr and done.stderr.count("\n") == 1

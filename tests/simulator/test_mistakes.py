@@ -55,40 +55,20 @@ def of_run(*changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            ["privacy.chekin_rate=0.5"],
-            "unknown key privacy.chekin_rate; did you mean check_in_rate?",
-        ),
-        (["privacy.round=3"], "unknown key privacy.round; did you mean rounds?"),
         (["privcy.rounds=3"], "unknown key privcy; did you mean privacy?"),
         (["training.optimizer=adam"], "unknown key training.optimizer; did you mean optimiser?"),
         (["privacy.rounds"], "an override must look like section.key=value, got 'privacy.rounds'"),
-        *[
-            ([f"privacy.check_in_rate={rate}"], f"must be a number in [1e-12, 1], got {shown}")
-            for rate, shown in [("-0.1", "-0.1"), ("0", "0"), ("50", "50"), ("0,5", "'0,5'")]
-        ],
-        *[
-            ([f"privacy.delta={delta}"], f'must be "1/n" or a number in (0, 1), got {delta}')
-            for delta in (0, 1)
-        ],
-        *[
-            ([f"privacy.target_epsilon={epsilon}"], f"must be a number above 0, got {shown}")
-            for epsilon, shown in [("0", "0"), ("four", "'four'")]
-        ],
+        (["privacy.check_in_rate=0,5"], "must be a number in [1e-12, 1], got '0,5'"),
+        (["privacy.delta=0"], 'must be "1/n" or a number in (0, 1), got 0'),
+        (["privacy.delta=1"], 'must be "1/n" or a number in (0, 1), got 1'),
+        (["privacy.target_epsilon=0"], "must be a number above 0, got 0"),
         (["privacy.rounds=1.5"], "privacy.rounds must be a whole number from 1 to 10^9, got 1.5"),
         (["privacy.accountant=blankets"], f"must be one of {', '.join(ACCOUNTANTS)}, got"),
         (["simulation.engine=vectorized"], "must be one of flower, vectorised, got 'vectorized'"),
-        *[
-            ([f"training.learning_rate={rate}"], f"must be a number in (0, 1e30], got {rate}")
-            for rate in ("-1", "nan")
-        ],
+        (["training.learning_rate=nan"], "must be a number in (0, 1e30], got nan"),
         (["training.optimiser=adamm"], "must be one of adadelta, adafactor, adagrad, adam, "),
         (["training.optimiser_options.momentun=0.9"], "optimiser_options are none of sgd: "),
         (["training.algorithm_options.mu=0.1"], "algorithm_options must be empty for fedsgd"),
-        (
-            ["training.aggregator=nothing:at_all"],
-            "could not be imported: No module named 'nothing'",
-        ),
         ([VECTORISED, "simulation.device=gpu"], "device must be one of cpu, cuda, got 'gpu'"),
         ([VECTORISED, "simulation.device=cuda"], 'device must be "cpu" here: torch '),
         ([VECTORISED, "simulation.workers=1000000"], "simulation.workers must be at most "),
@@ -96,10 +76,6 @@ def of_run(*changes):
         (["simulation.nodes=2000"], "nodes must be at most the number of users, 1437, got 2000"),
         (["data.users=5000"], "data.users must lie in [1, 1437] (1437 training records, at least"),
         (["privacy.minimum_batch=5000"], "must be at most the number of users, 1437, got 5000"),
-        (
-            ["data.dataset=mydata.make"],
-            "module:callable, or a table with a file, got 'mydata.make'",
-        ),
         (["model.name=mymodel.make"], "or module:callable, got mymodel.make"),
         (["model.name=nothing:at_all"], "could not be imported: No module named 'nothing'"),
         ([f"model.name={HERE}missing"], f"module '{__name__}' has no attribute 'missing'"),
@@ -138,9 +114,9 @@ def test_in_a_command(refusal, arguments, message):
     assert said.startswith(message) and said.count("?") <= 1
 
 
-@pytest.mark.parametrize("content", ["name = ", "[privacy]\ncheck_in_rate = 0,5\n"])
+@pytest.mark.parametrize("content", [b"name = ", b"[privacy]\ncheck_in_rate = 0,5\n", b"\xff\xfe"])
 def test_in_toml(refusal, content):
-    Path("run.toml").write_text(content)
+    Path("run.toml").write_bytes(content)
     assert refusal("run", "run.toml").startswith("run.toml is not valid TOML: ")
 
 
@@ -176,29 +152,18 @@ GOOD = "\n".join(["who,age,ill", *(f"{who},{age},{ill}" for who, age, ill in ROW
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("text", "message"),
     [
-        ({"p3,3,": f"p3,x{SECRET},"}, "records.csv: column age must be "),
-        (
-            {"p3,3,": "p3,,"},
-            "records.csv: column age must have no empty cells, got some at 1 of 30",
-        ),
-        ({",": ";"}, "records.csv: line 1 must name a column who, got 1 other columns"),
-        ({"who,": "who ,"}, "records.csv: line 1 must name a column who, got 3 other columns; d"),
-        ({"p3,3,1": "p3,3,1.0"}, "records.csv: column ill must be whole numbers, got "),
-        ({"who,age,": "who,ill,"}, "records.csv: only one column may be called ill"),
-        ({"p3,3,": f"p3,{SECRET},3,"}, "cannot be read as CSV or Parquet: record 4 has 4 fields"),
-        ({"p3,": "p\xfc3,"}, "cannot be read as CSV or Parquet: it is empty, damaged, of another "),
+        (GOOD.replace(",", ";"), "records.csv: line 1 must name a column who, got 1 other columns"),
+        (GOOD.replace("p3,3,", f"p3,x{SECRET},"), "records.csv: column age must be "),
         (None, "records.csv cannot be read as CSV or Parquet: No such file or directory"),
     ],
+    ids=["separator", "text", "missing"],
 )
-def test_in_a_file_of_records(refusal, changes, message):
+def test_in_a_file_of_records(refusal, text, message):
+    """`test_files.py` and `test_users.py` have what else may be wrong with one."""
     Path("run.toml").write_text(RECORDS)
-    text = GOOD
-    for old, new in (changes or {}).items():
-        assert old in text
-        text = text.replace(old, new)
-    if changes is not None:
-        Path("records.csv").write_text(text, encoding="latin-1")
+    if text is not None:
+        Path("records.csv").write_text(text)
     said = refusal("run", "run.toml")
     assert message in said and SECRET not in said

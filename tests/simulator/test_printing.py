@@ -22,8 +22,7 @@ from shufl.cli.options import print_error
 from shufl.learning.config import load
 from shufl.protocol import RoundRecord
 from shufl.protocol.console import Console
-from shufl.protocol.rounding import rounded_down, rounded_up
-from shufl.protocol.text import one_line
+from shufl.protocol.text import one_line, rounded_down, rounded_up
 from shufl.results.engine import engine_of
 from shufl.results.experiment import prepare
 from shufl.results.progress import RoundProgress

@@ -194,25 +194,19 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("records", [1, 3])
+@pytest.mark.parametrize(
+    "sizes", [[1] * 8, [3] * 8, [3, 1, 17, 2, 4, 1, 5, 3]], ids=["one", "three", "unequal"]
+)
 @pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_the_sum_is_that_of_one_user_after_another(make, records, device):
-    torch.manual_seed(records)
-    model = make().train()
-    assert fastest_method(model, Form((1, 14, 14), 10), GRADIENT, device) == "book-keeping"
-    features, labels = torch.randn(7, records, 1, 14, 14), torch.randint(0, 10, (7, records))
-    features *= torch.logspace(-6, 6, 7).reshape(7, 1, 1, 1, 1)
-    assert_same_sum(model, features, labels, device, 1e-3, 1.0, 1e4)
-
-
-@pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_users_of_unequal_size_have_the_sum_of_one_after_another(make, device):
+def test_the_sum_is_that_of_one_user_after_another(make, sizes, device):
     torch.manual_seed(0)
-    model, sizes = make().train(), np.array([3, 1, 17, 2, 4, 1, 5, 3])
-    given = Form((1, 14, 14), 10), GRADIENT, device, "float32"
-    assert fastest_method(model, *given, sizes) == "book-keeping"
+    model, given = make().train(), (Form((1, 14, 14), 10), GRADIENT, device)
+    if len(set(sizes)) > 1:
+        given += "float32", np.array(sizes)
+    assert fastest_method(model, *given) == "book-keeping"
+    scales = np.logspace(-6, 6, len(sizes))
     features = [
-        10.0**size * torch.randn(n, 1, 14, 14) for size, n in zip(range(-4, 4), sizes, strict=True)
+        float(scale) * torch.randn(n, 1, 14, 14) for scale, n in zip(scales, sizes, strict=True)
     ]
     labels = [torch.randint(0, 10, (n,)) for n in sizes]
     assert_same_sum(model, features, labels, device, 1e-3, 1.0, 1e4)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shufl.cli import options
 from shufl.protocol.console import Console
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 from shufl.results.plots import check_format, draw, style_of
 from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 

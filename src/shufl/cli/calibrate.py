@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shufl.cli import options
 from shufl.protocol.console import Console
-from shufl.protocol.rounding import rounded_down, rounded_up
+from shufl.protocol.text import rounded_down, rounded_up
 
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from shufl.cli import end_in_order, options
 from shufl.protocol.console import Console
-from shufl.protocol.logs import log_handler
+from shufl.protocol.text import log_handler
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -51,7 +51,7 @@ def provision_command(
     Run it again whenever a node is added or a request has come: what is there stays as it is.
     authority/log.jsonl has who signed what, and when.
     """
-    from shufl.deploy.plan import Deployment
+    from shufl.deploy.deployment import Deployment
     from shufl.deploy.provision import provision
     from shufl.learning.section import ConfigError, make_importable
     from shufl.shuffler.keys import check_days
@@ -82,10 +82,9 @@ def provision_command(
         done = provision(plan, base, out, approves, days=days, forget=forget or ())
     for name in done.made:
         typer.echo(f"made    {out / name}: its README.md says what to do there")
-    enrolled = done.enrolled
-    for name in enrolled.signed:
+    for name in done.signed:
         typer.echo(f"signed  {name}")
-    for name, key in enrolled.unapproved.items():
+    for name, key in done.unapproved.items():
         typer.echo(f"not signed {name}: its key is {key}; --approve {name}=… what the party reads")
     for name in done.kept:
         typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
@@ -93,15 +92,15 @@ def provision_command(
         typer.echo(
             f"too few {name}: its nodes speak for {users} users, and no release is made of so few"
         )
-    for name in enrolled.waiting:
+    for name in done.waiting:
         typer.echo(f"waiting for {out / name}")
-    for fingerprint in enrolled.to_withdraw:
+    for fingerprint in done.to_withdraw:
         typer.echo(f"to withdraw at every shuffler, unless that is done: {fingerprint}")
-    for name, until in enrolled.stay_valid.items():
+    for name, until in done.stay_valid.items():
         typer.echo(
             f"valid   the former certificate of {name}, until {until}: it cannot be withdrawn"
         )
-    for name, end in enrolled.ending.items():
+    for name, end in done.ending.items():
         how = f"there: shufl keys renew keys --name {name}, and {name}.csr comes here"
         typer.echo(f"ending  {name}: its certificate is valid until {end:%F}; {how}")
 
@@ -117,7 +116,7 @@ def rehearse_command(
     ] = False,
 ) -> None:
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
-    from shufl.deploy.plan import Deployment
+    from shufl.deploy.deployment import Deployment
     from shufl.deploy.rehearse import rehearse
     from shufl.learning.section import ConfigError, make_importable
     from shufl.results.engine import EngineFailed
@@ -162,7 +161,7 @@ def node_command(
         logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
     from shufl.clients import serve_device
     from shufl.deploy.node import node_settings
-    from shufl.deploy.sites import NodeSite, load_site
+    from shufl.deploy.site_files import NodeSite, load_site
     from shufl.learning.section import make_importable
 
     make_importable([folder])
@@ -215,7 +214,7 @@ def register_command(
 
     Run it again whenever that folder has changed, also while a run goes on.
     """
-    from shufl.deploy.register import register
+    from shufl.deploy.superlink import register
     from shufl.learning.section import ConfigError
     from shufl.results.engine import EngineFailed
 
@@ -235,8 +234,8 @@ def status_command(
     json: options.Json = False,
 ) -> None:
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
-    from shufl.deploy.sites import ServerSite, load_site
-    from shufl.deploy.status import newest_run, status_of
+    from shufl.deploy.run_status import newest_run, status_of
+    from shufl.deploy.site_files import ServerSite, load_site
     from shufl.learning.section import ConfigError
     from shufl.results.tables import epsilon_text, score_text
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shufl.cli import options
 from shufl.protocol.console import Console
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 from shufl.results.tables import epsilon_text
 
 device_app = typer.Typer(

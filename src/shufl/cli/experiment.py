@@ -93,7 +93,7 @@ def run_command(
     with failing(ConfigError), failing(*early, OSError, OutOfMemoryError, code=1):
         runs = runs or Path("runs")
         if on is not None:
-            from shufl.deploy.submit import go_on, resume_on, run_on
+            from shufl.deploy.superlink import go_on, resume_on, run_on
 
             if loaded is not None:
                 stopped_by = (go_on if continue_ else run_on)(on, site, loaded, runs)

@@ -18,7 +18,7 @@ from shufl.cli.options import needed
 from shufl.learning.data.users import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 from shufl.results.plots import draw
 from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 

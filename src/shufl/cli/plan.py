@@ -12,7 +12,7 @@ from rich.table import Table
 
 from shufl.cli import options
 from shufl.protocol.console import Console
-from shufl.protocol.rounding import rounded_up
+from shufl.protocol.text import rounded_up
 
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan

@@ -1,8 +1,13 @@
-"""`shufl run --on`: hands a run to a SuperLink on this machine, and shows what it does."""
+"""What the server's operator asks of Flower's SuperLink: `shufl register` and `shufl run --on`.
+
+Flower numbers its nodes, and names none. The numbers of a SuperLink's nodes are in a file beside
+its database, so that no node can pass for another, and whatever is said of a node names it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -12,23 +17,28 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from shufl.accounting import Ledger
-from shufl.deploy.acts import note
-from shufl.deploy.plan import PROGRAMS, flower_environment
+from shufl.deploy.deployment import PROGRAMS, flower_environment
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.sites import (
+from shufl.deploy.site_files import (
     CONSOLE_FILE,
     FLOWER_FOLDER,
     OUTCOME_FILE,
+    REGISTERED_FILE,
     STOP_FILE,
+    Registered,
     ServerSite,
+    append_log,
+    flower_connection,
     load_site,
 )
 from shufl.learning.config import Config
 from shufl.learning.section import ConfigError, one_line
+from shufl.protocol.files import write_whole
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.results.engine import EngineFailed
 from shufl.results.interrupts import interrupts
@@ -42,6 +52,94 @@ _POLL_SECONDS = 0.2
 _BEGIN_SECONDS = 30.0  # from when Flower has said something last until a ServerApp holds the ledger
 _LAST_WORDS_SECONDS = 2.0  # from when a ServerApp lets its ledger go until it tells its outcome
 _LEAST_FREE = 2**16
+
+
+def register(site_path: Path) -> Iterator[str]:
+    """Registers the nodes that were agreed, unregisters the others; tells a line of each.
+
+    It may be run again at any time, also while a run goes on. `site_path` is the server's file.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+        EngineFailed: Flower refuses; what was done before stays.
+    """
+    folder = site_path.absolute().parent
+    site, connection = load_site(site_path, ServerSite), flower_connection(folder)[0]
+    listed = _told(folder, "supernode", "list", connection)
+    nodes = [each for each in listed["nodes"] if each["status"] != "unregistered"]
+    there = {int(each["node-id"]) for each in nodes}
+    known = {number: each for number, each in site.registered.items() if number in there}
+    keys = {}  # SHA-256 of every node's key for Flower, by name; empty: it is not here
+    paths = {each.name: Path(site.nodes).with_name(f"{each.name}.pub") for each in site.entries}
+    for name, path in paths.items():
+        keys[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+        if not keys[name]:
+            yield f"waiting for {path}"
+
+    def remember(did: str, name: str, number: int) -> str:
+        told = {number: each._asdict() for number, each in known.items()}
+        write_whole(folder / REGISTERED_FILE, json.dumps(told, indent=1).encode(), mode=0o600)
+        append_log(folder, did, name=name, flower=number)
+        return f"{did} {name}, number {number}"
+
+    for number, each in list(known.items()):
+        if keys.get(each.name) in ("", each.key):  # a node whose key is away stays as it is
+            del keys[each.name]
+            continue
+        flwr(folder, "supernode", "unregister", str(number), connection)
+        del known[number]
+        yield remember("unregistered", each.name, number)
+    for name, key in keys.items():
+        if not key:
+            continue
+        try:
+            told = _told(folder, "supernode", "register", str(paths[name]), connection)
+        except EngineFailed as error:
+            raise EngineFailed(
+                f"{one_line(error)}. Flower does not take a key twice: make another on the node "
+                "(shufl keys flower), or stop the SuperLink and move flower/superlink.db and "
+                "flower/nodes.json away"
+            ) from error
+        number = int(told["node-id"])
+        known[number] = Registered(name, key)
+        yield remember("registered", name, number)
+
+
+def _told(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What a command of Flower's tells as JSON; a failure is told there alone, with exit code 0.
+
+    Raises:
+        EngineFailed: it failed; with what it said.
+    """
+    told: dict[str, Any] = json.loads(flwr(folder, *arguments, "--format", "json"))
+    if not told["success"]:
+        said = one_line(RuntimeError(told["error-message"]))
+        raise EngineFailed(f"flwr {' '.join(arguments)}: {said}")
+    return told
+
+
+def flwr(folder: Path, *arguments: str) -> str:
+    """Runs a command of Flower's on the server, whose folder this is; returns what it printed.
+
+    Raises:
+        EngineFailed: it failed; with what it said.
+        ModuleNotFoundError: Flower is not installed.
+    """
+    program = PROGRAMS / "flwr"
+    if not program.exists():
+        raise ModuleNotFoundError("flwr is not installed", name="flwr")
+    done = subprocess.run(
+        [str(program), *arguments],
+        cwd=folder,
+        env=flower_environment(folder / FLOWER_FOLDER),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise EngineFailed(f"flwr {' '.join(arguments)}: {done.stdout} {done.stderr}".strip())
+    return done.stdout
 
 
 def run_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
@@ -142,21 +240,19 @@ class _NotTaken(EngineFailed):
 def _follow(connection: str, site_path: Path, folder: Path, under_way: bool = False) -> str:
     """Hands a run over, unless it is under way, and shows it to its end."""
     outcome_file, stop_file = folder / OUTCOME_FILE, folder / STOP_FILE
-    acts = site_path.absolute().parent
-    note(acts, "shows" if under_way else "runs", run=str(folder))
+    log_folder = site_path.absolute().parent
+    append_log(log_folder, "shows" if under_way else "runs", run=str(folder))
     attempt = "" if under_way else secrets.token_hex(8)  # one before may still be ending
     if not under_way:
         for file in (outcome_file, stop_file):
             file.unlink(missing_ok=True)
-    (folder / CONSOLE_FILE).touch()
     stop, log_file = threading.Event(), folder / "flower.log"
     with (
         log_file.open("ab") as log,
-        (folder / CONSOLE_FILE).open(encoding="utf-8") as shown,
+        (folder / CONSOLE_FILE).open("a+", encoding="utf-8") as shown,  # from its end on
         interrupts(stop),
     ):
         log_start = log.tell()
-        shown.seek(0, os.SEEK_END)
         process = None
         if not under_way:
             process = _submit(connection, site_path.absolute(), folder, attempt, log)
@@ -184,7 +280,7 @@ def _follow(connection: str, site_path: Path, folder: Path, under_way: bool = Fa
                 if stop.is_set() and not stop_file.exists():
                     stop_file.touch()
                     with contextlib.suppress(OSError):  # the disk is full
-                        note(acts, "stops", run=str(folder))
+                        append_log(log_folder, "stops", run=str(folder))
                 time.sleep(_POLL_SECONDS)
         finally:
             if stop.is_set():

@@ -1,7 +1,11 @@
-"""What a site of a deployment is told: the server's file and a node's file."""
+"""Files of a deployment's sites: the server's and a node's settings, and the operators' log."""
 
 from __future__ import annotations
 
+import getpass
+import json
+import os
+import time
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
@@ -21,6 +25,9 @@ FLOWER_FOLDER = "flower"
 
 REGISTERED_FILE = f"{FLOWER_FOLDER}/nodes.json"
 """Beside Flower's database: which of its nodes is which."""
+
+LOG_FILE = "log.jsonl"
+"""In the folder of the parties' authority, and in the server's: what operators did."""
 
 _Address = Annotated[str, AfterValidator(check_address)]
 _Addresses = Annotated[
@@ -229,3 +236,16 @@ def load_site(path: Path, kind: type[_AnySite]) -> _AnySite:
         if isinstance(content.get(key), str):
             content[key] = str(folder / content[key])
     return kind.checked(path, content)
+
+
+def append_log(folder: Path, did: str, **what: object) -> None:
+    """Appends to the operators' log in a folder who did what, and when."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # an account without a name, as in a container
+        name = str(os.getuid())
+    if caller := os.environ.get("SUDO_USER"):
+        name = f"{caller} as {name}"
+    line = {"time": time.strftime("%FT%TZ", time.gmtime()), "by": name, "did": did}
+    with (folder / LOG_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line | what) + "\n")

@@ -11,7 +11,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shufl.accounting import Ledger, LedgerError, rounds_within_budget
-from shufl.deploy.sites import OUTCOME_FILE, ServerSite
+from shufl.deploy.site_files import OUTCOME_FILE, ServerSite
 from shufl.learning.section import ConfigError
 from shufl.protocol.outcomes import NODES_FILE
 from shufl.results.rows import read_run
