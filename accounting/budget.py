@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 from shufl.accounting.calibration import most_rounds
@@ -124,15 +125,22 @@ class EpsilonRow:
 
 
 def price(
-    event: Shuffled, rounds: int, adjacency: str, delta: float, lower: bool = False
+    event: Shuffled,
+    rounds: int,
+    adjacency: str,
+    delta: float,
+    lower: bool = False,
+    names: Collection[str] | None = None,
 ) -> list[EpsilonRow]:
-    """Returns ε of some rounds by every accountant of the registry.
+    """Returns ε of some rounds, by the accountants of these names or by all of the registry.
 
     ε is read at `delta`. `lower` asks for lower bounds as well, which takes longer; of 10⁶ rounds
     at most.
     """
     rows = []
     for name, cls in accountants_of_kind(event).items():
+        if names is not None and name not in names:
+            continue
         accountant = make_accountant(name, adjacency)
         if not accountant.supports(event):
             rows.append(EpsilonRow(name, None, cls.covers, NOT_PRICED))
@@ -151,17 +159,21 @@ def price(
 
 
 def epsilon_table(
-    plan: PrivacyPlan, rounds: int, too_few_present: bool = False, lower: bool = False
+    plan: PrivacyPlan,
+    rounds: int,
+    too_few_present: bool = False,
+    lower: bool = False,
+    names: Collection[str] | None = None,
 ) -> list[EpsilonRow]:
-    """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
+    """Returns ε after `rounds` rounds of the plan.
 
-    `lower` is as for `price`. If `too_few_present`, a batch was released with fewer users present
-    than the plan's `least_present`: accountants that count on others then have no ε. Of a plan for
-    real machines, `covers` also says what is assumed of these.
+    `lower` and `names` are as for `price`. If `too_few_present`, a batch was released with fewer
+    users present than the plan's `least_present`: accountants that count on others then have no ε.
+    Of a plan for real machines, `covers` also says what is assumed of these.
     """
     about, allowed = (plan.adjacency, plan.delta), rounds_within_budget(plan)
-    spent = price(plan.event(), rounds, *about, lower=lower)
-    planned = price(plan.event(), allowed, *about) if rounds < allowed else spent
+    spent = price(plan.event(), rounds, *about, lower=lower, names=names)
+    planned = price(plan.event(), allowed, *about, names=names) if rounds < allowed else spent
     if plan.window is not None:
         spent = [dataclasses.replace(row, covers=row.covers + ON_MACHINES) for row in spent]
     return [

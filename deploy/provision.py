@@ -35,7 +35,7 @@ from shufl.deploy.sites import ServerSite
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
 from shufl.learning.section import ConfigError, is_carried
-from shufl.protocol.plan import AccountantName
+from shufl.protocol.plan_fields import AccountantName
 from shufl.protocol.rounding import rounded_down
 from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role

@@ -110,14 +110,14 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
             what = f"one table of values or several, each below [[{where}]]"
         return f"{where or 'it'} must be {what}, got {given}"
     key, field = ".".join(path[: depth + 1]), section.model_fields[path[depth]]
-    allowed = field.description or _words(field.annotation)
+    allowed = field.description or words_of(field.annotation)
     if first["type"] == "missing":
         return f"{key} is missing" + (f": {allowed}" if allowed else "")
     allowed = allowed or first["msg"].removeprefix("Input should be ")
     return f"{key} must be {allowed}, got {given}"
 
 
-def _words(kind: Any) -> str:
+def words_of(kind: Any) -> str:
     """What a type says is allowed; of a union, what its parts say; nothing where it is silent."""
     if kind is NoneType:
         return "left out"
@@ -125,7 +125,7 @@ def _words(kind: Any) -> str:
         values = get_args(kind)
         return f'"{values[0]}"' if len(values) == 1 else f"one of {', '.join(map(str, values))}"
     if isinstance(kind, UnionType) or get_origin(kind) is Union:
-        return " or ".join(filter(None, map(_words, get_args(kind))))
+        return " or ".join(filter(None, map(words_of, get_args(kind))))
     said = (getattr(each, "description", None) for each in getattr(kind, "__metadata__", ()))
     return next(filter(None, said), "")
 

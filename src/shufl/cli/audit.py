@@ -12,6 +12,9 @@ from rich.text import Text
 from shufl.cli import end_in_order, options
 from shufl.protocol.console import Console
 
+_MOST_USERS = 10**6
+_VALUES = "users", "check_in_rate", "noise_multiplier", "shuffler_blankets", "adjacency"
+
 Accountants = Annotated[
     list[str] | None,
     typer.Option(
@@ -39,12 +42,9 @@ EndToEnd = Annotated[
 ]
 
 
+@options.plan_options(*_VALUES, check_in_rate=1.0)
 def audit_command(
-    n: Annotated[int | None, typer.Option("--n", max=10**6, help="Eligible users n.")] = None,
-    gamma: options.Rate = 1.0,
-    noise: options.Noise = None,
-    adjacency: options.Adjacency = "replace",
-    blankets: options.Blankets = 0.0,
+    given: dict[str, Any],
     epsilon: Annotated[float, typer.Option("--epsilon", help="ε at which δ is attacked.")] = 0.3,
     accountant: Accountants = None,
     placement: Placements = None,
@@ -78,7 +78,9 @@ def audit_command(
         _end_to_end(end_to_end, epsilon, samples, confidence, seed, json)
         return
     with options.failing(ValueError):
-        plan = options.whole_plan(n, gamma, noise, 1, "0.5", adjacency, blankets)
+        plan = options.whole_plan(given | {"rounds": 1, "delta": 0.5})
+        if plan.users > _MOST_USERS:
+            raise ValueError(f"--users must be at most {_MOST_USERS} in an audit, got {plan.users}")
         event = plan.event()
         at = placement or list(PLACEMENTS)
         names = accountant or [
@@ -87,7 +89,7 @@ def audit_command(
             if any(claims_something(ACCOUNTANTS[name], where) for where in at)
         ]
         attacked = check_claims(
-            [make_accountant(check_accountant(name, event), adjacency) for name in names],
+            [make_accountant(check_accountant(name, event), plan.adjacency) for name in names],
             event,
             epsilon,
             at,
