@@ -159,21 +159,17 @@ def price(
 
 
 def epsilon_table(
-    plan: PrivacyPlan,
-    rounds: int,
-    too_few_present: bool = False,
-    lower: bool = False,
-    names: Collection[str] | None = None,
+    plan: PrivacyPlan, rounds: int, too_few_present: bool = False, lower: bool = False
 ) -> list[EpsilonRow]:
-    """Returns ε after `rounds` rounds of the plan.
+    """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
 
-    `lower` and `names` are as for `price`. If `too_few_present`, a batch was released with fewer
-    users present than the plan's `least_present`: accountants that count on others then have no ε.
-    Of a plan for real machines, `covers` also says what is assumed of these.
+    `lower` is as for `price`. If `too_few_present`, a batch was released with fewer users present
+    than the plan's `least_present`: accountants that count on others then have no ε. Of a plan for
+    real machines, `covers` also says what is assumed of these.
     """
     about, allowed = (plan.adjacency, plan.delta), rounds_within_budget(plan)
-    spent = price(plan.event(), rounds, *about, lower=lower, names=names)
-    planned = price(plan.event(), allowed, *about, names=names) if rounds < allowed else spent
+    spent = price(plan.event(), rounds, *about, lower=lower)
+    planned = price(plan.event(), allowed, *about) if rounds < allowed else spent
     if plan.window is not None:
         spent = [dataclasses.replace(row, covers=row.covers + ON_MACHINES) for row in spent]
     return [

@@ -11,29 +11,14 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
+from shufl.protocol import plan_fields as fields
 from shufl.protocol.mechanisms import (
     Mechanism,
     least_delta,
     most_blankets,
 )
 from shufl.protocol.mechanisms.summed import check_sums
-from shufl.protocol.plan_fields import (
-    LEAST_NOISE,
-    MOST_NOISE,
-    AccountantName,
-    Adjacency,
-    Blankets,
-    CentralNoise,
-    CheckInRate,
-    Flag,
-    Mixing,
-    OfUsers,
-    ParticipationName,
-    Rounds,
-    Users,
-    check_allocation,
-    check_mixing,
-)
+from shufl.protocol.plan_fields import LEAST_NOISE, MOST_NOISE, check_allocation, check_mixing
 from shufl.protocol.validation import (
     Checked,
     Count,
@@ -127,21 +112,21 @@ class Plan(Checked):
         window: What real machines keep to; a simulation takes no notice of it.
     """
 
-    users: Users
-    check_in_rate: CheckInRate
+    users: fields.Users
+    check_in_rate: fields.CheckInRate
     mechanism: Mechanism
-    rounds: Rounds
+    rounds: fields.Rounds
     delta: Probability
     target_epsilon: Positive
-    minimum_batch: OfUsers
-    adjacency: Adjacency = "replace"
-    shuffler_blankets: Blankets = 0.0
-    cover: Flag = False
-    participation: ParticipationName = "check-in"
-    mixing: Mixing = "shuffle"
-    central_noise: CentralNoise = 0.0
-    least_present: OfUsers = Field(default=0, validate_default=False)  # 0: all users
-    accountant: AccountantName = "theorem3"
+    minimum_batch: fields.OfUsers
+    adjacency: fields.Adjacency = "replace"
+    shuffler_blankets: fields.Blankets = 0.0
+    cover: fields.Flag = False
+    participation: fields.ParticipationName = "check-in"
+    mixing: fields.Mixing = "shuffle"
+    central_noise: fields.CentralNoise = 0.0
+    least_present: fields.OfUsers = Field(default=0, validate_default=False)  # 0: all users
+    accountant: fields.AccountantName = "theorem3"
     window: Window | None = None
 
     @model_validator(mode="before")

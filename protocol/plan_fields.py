@@ -7,7 +7,7 @@ in this module takes long to import.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 LEAST_RATE, MOST_BLANKETS = 1e-12, 1e7
 LEAST_NOISE, MOST_NOISE = 1e-12, 1e6  # beyond, no accountant computes
 
-Users = Annotated[
-    Whole,
-    Field(
-        ge=1, le=10**12, title="n, the eligible users", description="a whole number from 1 to 10^12"
-    ),
-]
+Users = Annotated[Whole, Field(ge=1, le=10**12, description="a whole number from 1 to 10^12")]
 CheckInRate = Annotated[Number, Field(ge=LEAST_RATE, le=1, description="a number in [1e-12, 1]")]
 # 0 is for sums: there the shuffler's noise and the server's may be all there is.
 Noise = Annotated[Number, Field(ge=0, le=MOST_NOISE, description="a number in [1e-12, 10^6]")]
@@ -46,49 +41,38 @@ ParticipationName = Literal["check-in", "allocation"]
 Mixing = Literal["shuffle", "sum"]
 
 
+def _is(title: str, default: Any = None) -> Any:
+    """A field of `Privacy`, and what it is; options of the command line show that."""
+    return Field(default=default, title=title)
+
+
 class Privacy(Record):
     """A plan, but for n, of which values may be open: the section `[privacy]` of a configuration.
 
     Open values are None, or "least-error" for blankets. Clip norm C and noise multiplier z belong
-    to the mechanisms of any vector, k categories and ε₀ to randomised response. Each title says
-    what the value is; options of the command line show it.
+    to the mechanisms of any vector, k categories and ε₀ to randomised response.
     """
 
-    check_in_rate: CheckInRate | None = Field(
-        default=None, title="γ, the probability that a user reports in a round"
+    check_in_rate: CheckInRate | None = _is("γ, the probability that a user reports in a round")
+    clip_norm: ClipNorm = _is("C, the longest update", 1.0)
+    noise_multiplier: Noise | None = _is("z, the noise of a report, in clip norms")
+    mechanism: MechanismName = _is("How a report is made of an update", "gaussian")
+    categories: Categories | None = _is("k, with mechanism randomised-response")
+    local_epsilon: LocalEpsilon | None = _is("ε₀, with mechanism randomised-response")
+    adjacency: Adjacency = _is("Which datasets are neighbours", "replace")
+    accountant: AccountantName = _is("Whose ε stays within the target", "theorem3")
+    target_epsilon: Positive | None = _is("The ε to stay within")
+    delta: Literal["1/n"] | Probability = _is("δ", "1/n")
+    rounds: Rounds | None = _is("T, the most rounds")
+    minimum_batch: OfUsers | None = _is("The fewest reports of a release")
+    shuffler_blankets: Literal["least-error"] | Blankets = _is(
+        "λ, the reports of noise alone that the shuffler adds to a round, expected", 0.0
     )
-    clip_norm: ClipNorm = Field(default=1.0, title="C, the longest update")
-    noise_multiplier: Noise | None = Field(
-        default=None, title="z, the noise of a report, in clip norms"
-    )
-    mechanism: MechanismName = Field(default="gaussian", title="How a report is made of an update")
-    categories: Categories | None = Field(default=None, title="k of randomised response")
-    local_epsilon: LocalEpsilon | None = Field(default=None, title="ε₀ of randomised response")
-    adjacency: Adjacency = Field(default="replace", title="Which datasets are neighbours")
-    accountant: AccountantName = Field(default="theorem3", title="Whose ε stays within the target")
-    target_epsilon: Positive | None = Field(default=None, title="The ε to stay within")
-    delta: Literal["1/n"] | Probability = Field(default="1/n", title="δ")
-    rounds: Rounds | None = Field(default=None, title="T, the most rounds")
-    minimum_batch: OfUsers | None = Field(default=None, title="The fewest reports of a release")
-    shuffler_blankets: Literal["least-error"] | Blankets = Field(
-        default=0.0,
-        title="λ, how many blankets (reports of noise alone) the shuffler adds to a round, expected",
-    )
-    cover: Flag = Field(
-        default=False,
-        title="All users send in every round, as real machines must, so that nobody sees who "
-        "checked in",
-    )
-    participation: ParticipationName = Field(
-        default="check-in", title="By a coin in each round, or once in every 1/γ rounds"
-    )
-    mixing: Mixing = Field(
-        default="shuffle", title="What the shuffler hands over, reports or only their sum"
-    )
-    central_noise: CentralNoise | None = Field(
-        default=None, title="σ, the noise that shuffler and server each add to a sum, in clip norms"
-    )
-    least_present: OfUsers | None = Field(default=None, title="The fewest users of a release")
+    cover: Flag = _is("All users send in every round, as real machines must", False)
+    participation: ParticipationName = _is("By a coin, or once in every 1/γ rounds", "check-in")
+    mixing: Mixing = _is("What the shuffler hands over, reports or only their sum", "shuffle")
+    central_noise: CentralNoise | None = _is("σ, with mixing sum: the shuffler's noise, as z is")
+    least_present: OfUsers | None = _is("The fewest users of a release")
 
     @model_validator(mode="after")
     def _mechanism_fits(self) -> Self:

@@ -15,44 +15,55 @@ import numpy as np
 from shufl.accounting import (
     CalibrationError,
     OpenPlan,
-    PrivacyPlan,
     fitted,
     mean_update_error,
     unused_note,
 )
+from shufl.learning.config import dumps, load
 from shufl.shuffler import message_length, usual_sealing
 
 RATES = (1.0, 0.3, 0.1)
 ROUNDS = (100, 300, 1000, 4000)
 
 
-def choices(asked: OpenPlan) -> list[OpenPlan]:
-    """The plan with each pair of `RATES` and `ROUNDS` in the place of what is open of the two."""
-    rates = RATES if asked.check_in_rate is None else (asked.check_in_rate,)
-    rounds = ROUNDS if asked.rounds is None else (asked.rounds,)
-    pairs = itertools.product(rates, rounds)
-    return [asked.replace(check_in_rate=rate, rounds=count) for rate, count in pairs]
+def candidates(
+    asked: OpenPlan, dimension: int | None, device_megabytes: float | None
+) -> list[OpenPlan]:
+    """The plans to search for: the one that is asked for, or those that are compared.
 
+    They are compared where the noise is open and also the check-in rate or the rounds, in whose
+    places `RATES` and `ROUNDS` stand. Plans in which a device sends more than that are left out.
 
-def device_bytes(plan: OpenPlan | PrivacyPlan, dimension: int) -> float:
-    """What a device sends in the whole run, expected; with sums if it has one user.
-
-    `dimension` is d, the parameters of the model. The plan's check-in rate and rounds are given.
+    Raises:
+        ValueError: No plan is left, or the model's parameters, `dimension`, are not known.
     """
-    assert plan.check_in_rate is not None and plan.rounds is not None
-    sent = plan.rounds * (1.0 if plan.cover else plan.check_in_rate)
-    return sent * _report_bytes(plan, dimension)
-
-
-def _report_bytes(plan: OpenPlan | PrivacyPlan, dimension: int) -> int:
-    """What a report takes, sealed."""
-    return message_length(dimension, plan.mixing, usual_sealing(plan.mixing))
+    if len(asked.open) == 1 or {"rounds", "check_in_rate"}.isdisjoint(asked.open):
+        if device_megabytes is not None:
+            raise ValueError("--device-megabytes goes with plans that are compared")
+        return [asked]
+    if dimension is None:
+        raise ValueError("give either --dataset or --dimension, the model's parameters")
+    report = message_length(dimension, asked.mixing, usual_sealing(asked.mixing))
+    rates = RATES if asked.check_in_rate is None else (asked.check_in_rate,)
+    pairs = list(itertools.product(rates, ROUNDS if asked.rounds is None else (asked.rounds,)))
+    sent = [rounds * (1.0 if asked.cover else rate) * report / 1e6 for rate, rounds in pairs]
+    most = math.inf if device_megabytes is None else device_megabytes
+    if not min(sent) <= most:
+        raise ValueError(
+            f"--device-megabytes must be at least {min(sent)}, which the plan of least traffic "
+            f"takes, got {device_megabytes}"
+        )
+    return [
+        asked.replace(check_in_rate=rate, rounds=rounds)
+        for (rate, rounds), megabytes in zip(pairs, sent, strict=True)
+        if megabytes <= most
+    ]
 
 
 def find_plans(
     asked: list[OpenPlan], dimension: int | None, setting: Setting | None
 ) -> list[dict[str, Any]]:
-    """What is found for each of the open plans that can reach its target, by `run_error`.
+    """What is found for each of the plans that can reach its target, by `run_error`.
 
     Several plans are searched for by as many processes as there are processors.
 
@@ -75,8 +86,8 @@ def _found(asked: OpenPlan, dimension: int | None, setting: Setting | None) -> d
 
     `mean_update_error` is that of a round, and `run_error` that of the mean of all rounds'
     estimates, if the model stood still. `reports_a_round` counts no empty reports of cover.
-    `shuffler_bytes` are those that a shuffler holds in a round, with sums without the seeds. Bytes
-    are None if the model's parameters are not known.
+    `device_bytes` are sent in the whole run, with sums by a device of one user. `shuffler_bytes`
+    are held in a round, with sums without the seeds. Both are None if `dimension` is.
     """
     try:
         plan = fitted(asked)
@@ -84,24 +95,28 @@ def _found(asked: OpenPlan, dimension: int | None, setting: Setting | None) -> d
             raise CalibrationError(f"not one round is within epsilon {asked.target_epsilon:g}")
     except CalibrationError as error:
         return str(error)
+    of_sums, rate = plan.mixing == "sum", plan.check_in_rate
+    reports = plan.users * (1.0 if of_sums else rate) + plan.shuffler_blankets
     round_error = mean_update_error(plan, dimension or math.inf)
     run_error = round_error / math.sqrt(plan.rounds)
-    users, blankets, of_sums = plan.users, plan.shuffler_blankets, plan.mixing == "sum"
-    reports = users if of_sums else users * plan.check_in_rate + blankets
+    sent = held = None
+    if dimension is not None:
+        report = message_length(dimension, plan.mixing, usual_sealing(plan.mixing))
+        sent = plan.rounds * (1.0 if plan.cover else rate) * report
+        held = report * (1.0 if of_sums else reports + plan.users * (1.0 - rate) * plan.cover)
+    unused = unused_note(asked, plan)
     row = {
-        "users": users,
+        "users": plan.users,
         "privacy": plan.section(),
         "epsilon": plan.epsilon(),
-        "unused": unused_note(asked, plan),
+        "unused": unused and f"{plan.rounds} rounds at γ = {rate:g}: {unused}",
         "dimension": dimension,
         "mean_update_error": round_error,
         "run_error": run_error,
         "reports_a_round": reports,
+        "device_bytes": sent,
+        "shuffler_bytes": held,
     }
-    if dimension is not None:
-        held = 1 if of_sums else users + blankets if plan.cover else reports
-        row["device_bytes"] = device_bytes(plan, dimension)
-        row["shuffler_bytes"] = held * _report_bytes(plan, dimension)
     if setting is not None:
         row["learning_rate"] = learning_rate(run_error, plan.rounds)
         row["accuracy"] = setting.accuracy(run_error)
@@ -113,16 +128,24 @@ class Setting:
     """A dataset with a model that is known to suit it, and what runs with them have reached.
 
     Attributes:
+        dataset: its name.
         reached: pairs of `run_error` and accuracy.
         config: that ships with shufl.
         dimension: of its model.
         records: in its training set.
     """
 
+    dataset: str
     reached: list[tuple[float, float]]
     config: str = "mnist-features"
     dimension: int = 39_700
     records: int = 60_000
+
+    def configuration(self, row: dict[str, Any]) -> str:
+        """The configuration of a plan that was found, as TOML."""
+        data = {"data.dataset": self.dataset, "data.users": row["users"]}
+        found = {"privacy": row["privacy"], "training.learning_rate": row["learning_rate"]}
+        return dumps(load(self.config, {"name": f"{self.dataset}-plan"} | data | found))
 
     def accuracy(self, run_error: float) -> float | None:
         """What is to be expected, along a line in log error.
@@ -161,9 +184,11 @@ Most are of `blanket` after 1 000 rounds; the least errors are those of particip
 (on MNIST after 4 000 rounds too), the largest those of `theorem3` and `local` after 100.
 """
 
+_MNIST = [(error, mnist) for error, mnist, _ in _REACHED]
+_FASHION = [(error, fashion) for error, _, fashion in _REACHED if fashion]
 SETTINGS = {
-    "mnist": Setting([(error, mnist) for error, mnist, _ in _REACHED]),
-    "fashion-mnist": Setting([(error, other) for error, _, other in _REACHED if other]),
+    "mnist": Setting("mnist", _MNIST),
+    "fashion-mnist": Setting("fashion-mnist", _FASHION),
 }
 """By dataset."""
 

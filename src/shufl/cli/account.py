@@ -40,7 +40,7 @@ def account_command(
     json: options.Json = False,
 ) -> None:
     """Print what a plan costs, or a run folder: ε, and what it holds for."""
-    from shufl.accounting import LedgerError, epsilon_table, price
+    from shufl.accounting import EpsilonRow, LedgerError, epsilon_table, price
 
     with options.failing(ValueError, OSError, LedgerError):
         if plot is not None:
@@ -58,7 +58,7 @@ def account_command(
             rounds = plan.rounds
         event, about = plan.event(), (plan.adjacency, plan.delta)
         names = _accountants(event, accountant, None if run is None else plan.accountant)
-        if run is None:
+        if run is None and plan.accountant not in names:
             plan = plan.model_copy(update={"accountant": names[0]})
         points = [rounds]
         if plot is not None:
@@ -68,7 +68,8 @@ def account_command(
             logging.getLogger("shufl.accounting").info("pricing rounds by %s", ", ".join(names))
         if run is not None:
             too_few = too_few_present(plan, records, rounds)
-            found = epsilon_table(plan, rounds, too_few, lower=True, names=names)
+            table = epsilon_table(plan, rounds, too_few, lower=True)
+            found = [row for row in table if row.name in names]
         else:
             found = price(event, rounds, *about, lower=True, names=names)
         curves: dict[str, list[float | None]] = {}
@@ -79,10 +80,7 @@ def account_command(
     rows = epsilon_rows(found)
     for row in found:
         rows[row.name]["lower_bound"] = row.lower
-    theirs = {
-        each.name: {"epsilon": each.epsilons[-1], "covers": each.covers, "warning": None}
-        for each in others
-    }
+    theirs = epsilon_rows(EpsilonRow(it.name, it.epsilons[-1], it.covers, None) for it in others)
     curves |= {each.name: [*each.epsilons] for each in others if plot is not None}
     title = f"ε at δ = {rounded_up(plan.delta)}, {plan.adjacency}"
     if json:

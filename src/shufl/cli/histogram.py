@@ -89,9 +89,9 @@ def histogram_command(
             out = out or source
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
-            _needed("--target-epsilon", given.get("target_epsilon"))
             names = _needed("--categories", _categories(categories, other))
             about = _needed("--column", column), names, other, user_column, seed
+            _needed("--target-epsilon", given.get("target_epsilon"))
             counts, true, rows_there = count_column(source, *about)
             users = int(counts.sum())
             by = f"each of {spaced(rows_there)} rows is taken for one person"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import click
 import typer
 from click.core import ParameterSource
+from pydantic import Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_json
 
@@ -32,7 +33,8 @@ PLAN = (
 )
 """The values that decide what a plan costs."""
 
-_VALUES = {"users": FieldInfo.from_annotation(Users), **Privacy.model_fields}
+_USERS: Any = Annotated[Users, Field(title="n, the eligible users")]
+_VALUES = {"users": FieldInfo.from_annotation(_USERS), **Privacy.model_fields}
 
 
 def plan_options(
