@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 from shufl.accounting.calibration import most_rounds
@@ -124,15 +125,22 @@ class EpsilonRow:
 
 
 def price(
-    event: Shuffled, rounds: int, adjacency: str, delta: float, lower: bool = False
+    event: Shuffled,
+    rounds: int,
+    adjacency: str,
+    delta: float,
+    lower: bool = False,
+    names: Collection[str] | None = None,
 ) -> list[EpsilonRow]:
-    """Returns ε of some rounds by every accountant of the registry.
+    """Returns ε of some rounds, by the accountants of these names or by all of the registry.
 
     ε is read at `delta`. `lower` asks for lower bounds as well, which takes longer; of 10⁶ rounds
     at most.
     """
     rows = []
     for name, cls in accountants_of_kind(event).items():
+        if names is not None and name not in names:
+            continue
         accountant = make_accountant(name, adjacency)
         if not accountant.supports(event):
             rows.append(EpsilonRow(name, None, cls.covers, NOT_PRICED))

@@ -19,7 +19,8 @@ import numpy as np
 import scipy  # scipy.optimize is imported when it is first used: it takes half a second
 
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, least_delta
-from shufl.protocol.plan import LEAST_RATE, MOST_BLANKETS, Plan
+from shufl.protocol.plan import Plan
+from shufl.protocol.plan_fields import LEAST_RATE, MOST_BLANKETS
 from shufl.protocol.validation import ConfigError
 
 _PRECISION = 1e-3  # relative, of continuous answers

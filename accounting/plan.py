@@ -10,7 +10,8 @@ from pydantic import model_validator
 
 from shufl import accounting, protocol
 from shufl.protocol.mechanisms import MECHANISMS, GaussianMechanism, LdpSgd, RandomisedResponse
-from shufl.protocol.plan import AccountantName, Plan, Privacy, Users, check_allocation
+from shufl.protocol.plan import Plan
+from shufl.protocol.plan_fields import AccountantName, Privacy, Users, check_allocation
 from shufl.protocol.validation import Checked, Probability
 
 
@@ -74,6 +75,11 @@ class PrivacyPlan(Plan):
         pricing = self.make_accountant(name)
         return float(pricing.epsilon_after(self.event(), self.delta, count)) if count else 0.0
 
+    def section(self) -> dict[str, Any]:
+        """Returns the plan as the section `[privacy]` of a configuration has it: without n."""
+        values = dict(self) | dict(self.mechanism) | {"mechanism": self.mechanism.name}
+        return {name: values[name] for name in Privacy.model_fields if values.get(name) is not None}
+
     def to_json(self) -> str:
         """Returns JSON in one form only: fields in order, no spaces, shortest exact floats."""
         return self.model_dump_json()
@@ -112,10 +118,8 @@ class OpenPlan(Privacy, Checked):
     @classmethod
     def without_noise(cls, plan: PrivacyPlan) -> Self:
         """Returns the plan with its noise, or ε₀ of randomised response, open."""
-        values = dict(plan) | dict(plan.mechanism) | {"mechanism": plan.mechanism.name}
-        known = {name: values[name] for name in cls.model_fields if name in values}
         noise = "central_noise" if plan.accountant == "sum-central" else "noise_multiplier"
-        return cls(**known | {noise: None, "local_epsilon": None})
+        return cls(**{"users": plan.users} | plan.section() | {noise: None, "local_epsilon": None})
 
     @property
     def kind(self) -> type[GaussianMechanism] | type[LdpSgd] | type[RandomisedResponse]:

@@ -2,7 +2,7 @@
 
 To add one: subclass `ShuffleAccountant` in its own module, set `name`, `covers`, `holds_for` and,
 if it does not price all of them, `round_kinds`, `participations` and `mechanisms`; list it here,
-and its name in `plan.AccountantName`.
+and its name in `protocol.plan_fields.AccountantName`.
 """
 
 from shufl.accounting import adjacency as adjacency_lib

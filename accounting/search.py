@@ -56,8 +56,7 @@ def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> Pri
     if isinstance(plan, PrivacyPlan):
         plan = OpenPlan.without_noise(plan)
     plan = plan if epsilon is None else plan.replace(target_epsilon=epsilon)
-    some = plan.closed(**{name: _ANY[name] for name in plan.open})
-    PrivacyPlan(**dict(some))  # what does not fit is refused before the search, which takes time
+    PrivacyPlan(**dict(example_of(plan)))  # refuses what does not fit before the search
     say_search(plan)
     found = fitted(plan)
     if not found.rounds:
@@ -72,12 +71,11 @@ def say_search(plan: OpenPlan) -> None:
         _LOG.info("searching for %s within epsilon %g", what, plan.target_epsilon)
 
 
-def fitted(plan: OpenPlan) -> PrivacyPlan:
-    """Returns the same as `calibrate`, for a δ of any size, and with no round if none is within.
+def example_of(plan: OpenPlan) -> PrivacyPlan:
+    """Returns the plan with some value in each open place, which its accountant prices.
 
     Raises:
-        CalibrationError: Nothing reaches the target.
-        ValueError: More is open than can be found, or the accountant does not price the rounds.
+        ValueError: The accountant does not price the rounds, or does not count open blankets.
     """
     some = plan.closed(**{name: _ANY[name] for name in plan.open})
     check_accountant(plan.accountant, some.event())
@@ -86,6 +84,17 @@ def fitted(plan: OpenPlan) -> PrivacyPlan:
             f"shuffler_blankets must be a number with accountant {plan.accountant}, "
             'which does not count them, got "least-error"'
         )
+    return some
+
+
+def fitted(plan: OpenPlan) -> PrivacyPlan:
+    """Returns the same as `calibrate`, for a δ of any size, and with no round if none is within.
+
+    Raises:
+        CalibrationError: Nothing reaches the target.
+        ValueError: More is open than can be found, or the accountant does not price the rounds.
+    """
+    some = example_of(plan)
 
     def epsilon_at(*values: float) -> float:
         return plan.closed(**dict(zip(plan.open, values, strict=True))).epsilon()
@@ -134,18 +143,14 @@ def unused_note(asked: OpenPlan, found: PrivacyPlan) -> str | None:
     of_sums = found.mixing == "sum"
     least = _LEAST_OF_SUMS if of_sums else getattr(found.mechanism, "least_noise", None)
     edges = {
-        _NOISE: ("noise", least),
-        "central_noise": ("central-noise", _LEAST_OF_SUMS),
-        "rounds": ("rounds", MOST_ROUNDS),
-        _LOCAL: ("local_epsilon", RandomisedResponse.most_epsilon),
-        "check_in_rate": ("gamma", 1.0),
-        _BLANKETS: ("blankets", LEAST_BLANKETS),
+        _NOISE: least,
+        "central_noise": _LEAST_OF_SUMS,
+        "rounds": MOST_ROUNDS,
+        _LOCAL: RandomisedResponse.most_epsilon,
+        "check_in_rate": 1.0,
+        _BLANKETS: LEAST_BLANKETS,
     }
-    ends = [
-        f"{word} = {edge:.7g}"
-        for name, (word, edge) in edges.items()
-        if name in asked.open and values[name] == edge
-    ]
+    ends = [f"{name} = {edges[name]:.7g}" for name in asked.open if values[name] == edges[name]]
     if not ends or (epsilon := found.epsilon()) >= _USED_UP * found.target_epsilon:
         return None
     return (

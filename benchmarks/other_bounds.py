@@ -1,4 +1,4 @@
-"""Published bounds that only the page of `literature.py` compares: of no use to `shufl compare`."""
+"""Published bounds that only the page of `literature.py` compares: of no use to `shufl account`."""
 
 import math
 

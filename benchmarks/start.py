@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 PROGRAMS = Path(sys.executable).parent
-PLAN = ["--n", "60000", "--gamma", "0.1", "--noise", "5", "--rounds", "5540"]
+PLAN = ["--users", "60000", "--check-in-rate", "0.1", "--noise-multiplier", "5", "--rounds", "5540"]
 WRONG = ["--set", "privacy.delta=2"]
 FIRST_ROUND = ["quickstart", "--set", "privacy.rounds=1"]
 PLAIN_FLOWER = """

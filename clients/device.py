@@ -30,7 +30,8 @@ from pydantic import Field, ValidationError
 from shufl import accounting
 from shufl.accounting.plan import PrivacyPlan
 from shufl.protocol.mechanisms import new_allocation_key
-from shufl.protocol.plan import ON_THEIR_OWN, AccountantName, Adjacency, CheckInRate, Plan
+from shufl.protocol.plan import ON_THEIR_OWN, Plan
+from shufl.protocol.plan_fields import AccountantName, Adjacency, CheckInRate
 from shufl.protocol.text import rounded_up
 from shufl.protocol.validation import (
     Checked,

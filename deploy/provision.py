@@ -27,7 +27,7 @@ from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
 from shufl.learning.section import ConfigError, is_carried
 from shufl.protocol.files import write_whole
-from shufl.protocol.plan import AccountantName
+from shufl.protocol.plan_fields import AccountantName
 from shufl.protocol.text import rounded_down
 from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role

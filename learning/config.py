@@ -17,7 +17,8 @@ from shufl.learning.data.files import RecordFile
 from shufl.learning.names import ALGORITHMS, DATASETS, FEATURES, TASKS, Optimisers, Scheme
 from shufl.learning.section import ConfigError, Section
 from shufl.protocol.outcomes import Schedule
-from shufl.protocol.plan import CheckInRate, Privacy, Rounds, Times, Users
+from shufl.protocol.plan import Times
+from shufl.protocol.plan_fields import CheckInRate, Privacy, Rounds, Users
 from shufl.protocol.validation import Count, Positive, Seconds, read_toml, shown
 
 

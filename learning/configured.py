@@ -15,7 +15,8 @@ from shufl.learning.models import build_model
 from shufl.learning.names import ALGORITHMS, Scheme
 from shufl.learning.section import ConfigError, find
 from shufl.learning.tasks import Form, loss_of
-from shufl.protocol.plan import Privacy, Window
+from shufl.protocol.plan import Window
+from shufl.protocol.plan_fields import Privacy
 from shufl.shuffler import most_parameters
 
 
@@ -44,9 +45,7 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
     except ValueError as error:
         of_plan = str(error).partition(" ")[0] in Privacy.model_fields
         raise ConfigError(f"{'privacy.' * of_plan}{error}") from error
-    found = dict(plan) | dict(plan.mechanism) | {"mechanism": plan.mechanism.name}
-    decided = {key: found[key] for key in Privacy.model_fields if key in found}
-    privacy = config.privacy.model_copy(update=decided)
+    privacy = config.privacy.model_copy(update=plan.section())
     return config.model_copy(update={"privacy": privacy}), plan, unused_note(asked, plan)
 
 

@@ -1,59 +1,34 @@
-"""The privacy plan: the one declaration of every number that privacy depends on.
+"""The privacy plan: every number that privacy depends on, as all parties agree on it.
 
-Each quantity has its range and its words here, once: for the section `[privacy]`, for options of
-the command line, for plans as devices and shufflers read them. No accountant is imported for that:
-a plan looks for its accountant when it is asked what it costs.
+`plan_fields` says what each value may be.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
+from shufl.protocol import plan_fields as fields
 from shufl.protocol.mechanisms import (
     Mechanism,
     least_delta,
     most_blankets,
 )
-from shufl.protocol.mechanisms.randomised_response import Categories, LocalEpsilon
 from shufl.protocol.mechanisms.summed import check_sums
+from shufl.protocol.plan_fields import LEAST_NOISE, MOST_NOISE, check_allocation, check_mixing
 from shufl.protocol.validation import (
     Checked,
-    ClipNorm,
     Count,
     NotNegative,
-    Number,
     Positive,
     Probability,
     Record,
     Seconds,
-    Whole,
     first_mistake,
 )
-
-LEAST_RATE, MOST_BLANKETS = 1e-12, 1e7
-_LEAST_NOISE, _MOST_NOISE = 1e-12, 1e6  # beyond, no accountant computes
-
-Users = Annotated[Whole, Field(ge=1, le=10**12, description="a whole number from 1 to 10^12")]
-CheckInRate = Annotated[Number, Field(ge=LEAST_RATE, le=1, description="a number in [1e-12, 1]")]
-# 0 is for sums: there the shuffler's noise and the server's may be all there is.
-Noise = Annotated[Number, Field(ge=0, le=_MOST_NOISE, description="a number in [1e-12, 10^6]")]
-CentralNoise = Annotated[Number, Field(ge=0, le=_MOST_NOISE, description="a number from 0 to 10^6")]
-Rounds = Annotated[Whole, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
-OfUsers = Annotated[Whole, Field(ge=1, description="a whole number from 1 to the number of users")]
-Blankets = Annotated[Number, Field(ge=0, le=MOST_BLANKETS, description="a number from 0 to 10^7")]
-Flag = Annotated[bool, Field(description="true or false")]
-Adjacency = Literal["replace", "zero-out"]
-AccountantName = Literal[
-    "theorem3", "rdp", "pld", "blanket", "crowd", "sum-distributed", "sum-central", "local"
-]
-MechanismName = Literal["gaussian", "ldp-sgd", "randomised-response"]
-ParticipationName = Literal["check-in", "allocation"]
-Mixing = Literal["shuffle", "sum"]
-
 
 ON_THEIR_OWN = frozenset({"blanket", "sum-central", "local"})
 """The accountants whose ε does not count on other users' reports."""
@@ -137,21 +112,21 @@ class Plan(Checked):
         window: What real machines keep to; a simulation takes no notice of it.
     """
 
-    users: Users
-    check_in_rate: CheckInRate
+    users: fields.Users
+    check_in_rate: fields.CheckInRate
     mechanism: Mechanism
-    rounds: Rounds
+    rounds: fields.Rounds
     delta: Probability
     target_epsilon: Positive
-    minimum_batch: OfUsers
-    adjacency: Adjacency = "replace"
-    shuffler_blankets: Blankets = 0.0
-    cover: Flag = False
-    participation: ParticipationName = "check-in"
-    mixing: Mixing = "shuffle"
-    central_noise: CentralNoise = 0.0
-    least_present: OfUsers = Field(default=0, validate_default=False)  # 0: all users
-    accountant: AccountantName = "theorem3"
+    minimum_batch: fields.OfUsers
+    adjacency: fields.Adjacency = "replace"
+    shuffler_blankets: fields.Blankets = 0.0
+    cover: fields.Flag = False
+    participation: fields.ParticipationName = "check-in"
+    mixing: fields.Mixing = "shuffle"
+    central_noise: fields.CentralNoise = 0.0
+    least_present: fields.OfUsers = Field(default=0, validate_default=False)  # 0: all users
+    accountant: fields.AccountantName = "theorem3"
     window: Window | None = None
 
     @model_validator(mode="before")
@@ -173,9 +148,9 @@ class Plan(Checked):
             check_allocation(self.check_in_rate)
         noise, of_sums = self.mechanism.noise_multiplier, self.mixing == "sum"
         check_mixing(self, self.mechanism.name)
-        if not (noise >= _LEAST_NOISE or (of_sums and noise == 0.0)) or noise > _MOST_NOISE:
+        if not (noise >= LEAST_NOISE or (of_sums and noise == 0.0)) or noise > MOST_NOISE:
             raise ValueError(
-                f"noise_multiplier of a plan must lie in [{_LEAST_NOISE:g}, {_MOST_NOISE:g}], "
+                f"noise_multiplier of a plan must lie in [{LEAST_NOISE:g}, {MOST_NOISE:g}], "
                 f"got {noise:g}"
             )
         if self.delta < (least := least_delta(self.rounds)):
@@ -278,98 +253,6 @@ class Plan(Checked):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise ValueError(f"privacy plan: {first_mistake(error, cls)}") from None
-
-
-class Privacy(Record):
-    """The section `[privacy]` of a configuration: a plan without n, whose values may be open.
-
-    An open value is None, or "least-error" for blankets. Clip norm C and noise multiplier z belong
-    to the mechanisms for vectors, k categories and ε₀ to randomised response.
-    """
-
-    check_in_rate: CheckInRate | None = None
-    clip_norm: ClipNorm = 1.0
-    noise_multiplier: Noise | None = None
-    mechanism: MechanismName = "gaussian"
-    categories: Categories | None = None
-    local_epsilon: LocalEpsilon | None = None
-    adjacency: Adjacency = "replace"
-    accountant: AccountantName = "theorem3"
-    target_epsilon: Positive | None = None
-    delta: Literal["1/n"] | Probability = "1/n"
-    rounds: Rounds | None = None
-    minimum_batch: OfUsers | None = None
-    shuffler_blankets: Literal["least-error"] | Blankets = 0.0
-    cover: Flag = False
-    participation: ParticipationName = "check-in"
-    mixing: Mixing = "shuffle"
-    central_noise: CentralNoise | None = None
-    least_present: OfUsers | None = None
-
-    @model_validator(mode="after")
-    def _mechanism_fits(self) -> Self:
-        """Refuses what the mechanism does not have."""
-        check_mixing(self, self.mechanism)
-        least, noise = 0.0 if self.mixing == "sum" else _LEAST_NOISE, self.noise_multiplier
-        if noise is not None and noise < least:
-            raise ValueError(f"noise_multiplier must be a number in [1e-12, 10^6], got {noise}")
-        response = self.mechanism == "randomised-response"
-        if response and self.categories is None:
-            raise ValueError("categories must be given with mechanism randomised-response")
-        others = {"clip_norm": 1.0, "noise_multiplier": None}
-        own = {"categories": None, "local_epsilon": None}
-        for key, default in (others if response else own).items():
-            if getattr(self, key) != default:
-                raise ValueError(
-                    f"{key} must be left out with mechanism {self.mechanism}, "
-                    f"got {getattr(self, key):g}"
-                )
-        return self
-
-    @property
-    def open(self) -> tuple[str, ...]:
-        """The names of the values that a search can find, and that are open."""
-        noise = "local_epsilon" if self.mechanism == "randomised-response" else "noise_multiplier"
-        if self.accountant == "sum-central":
-            noise = "central_noise"
-        names = noise, "shuffler_blankets", "rounds", "check_in_rate"
-        return tuple(name for name in names if getattr(self, name) in (None, "least-error"))
-
-
-def check_mixing(plan: Plan | Privacy, mechanism: str) -> None:
-    """Refuses what does not go with sums, and what only sums have.
-
-    Raises:
-        ValueError: One line.
-    """
-    if plan.mixing == "shuffle":
-        if plan.central_noise:
-            raise ValueError(
-                f"central_noise must be 0 without mixing sum, got {plan.central_noise:g}"
-            )
-        return
-    for name, needed, given in (
-        ("cover", True, plan.cover),
-        ("shuffler_blankets", 0, plan.shuffler_blankets),
-        ("mechanism", "gaussian", mechanism),
-        ("participation", "check-in", plan.participation),
-    ):
-        if given != needed:
-            words = [str(each).lower() for each in (needed, given)]
-            raise ValueError(f"{name} must be {words[0]} with mixing sum, got {words[1]}")
-
-
-def check_allocation(check_in_rate: float) -> None:
-    """Refuses a check-in rate that is not one in a whole number of rounds.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if not check_in_rate >= 1e-9 or abs(check_in_rate * round(1 / check_in_rate) - 1) > 1e-5:
-        raise ValueError(
-            "check_in_rate must be one in a whole number up to 10^9, such as 0.25 or 0.1, with "
-            f"participation allocation, got {check_in_rate:g}"
-        )
 
 
 _Node = TypeVar("_Node", int, np.ndarray)

@@ -100,7 +100,7 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown key {where}; {hint}allowed: {', '.join(names)}"
     if depth < len(path):  # a value
         where, field = ".".join(path[: depth + 1]), section.model_fields[path[depth]]
-        allowed = field.description or _words(field.annotation)
+        allowed = field.description or words_of(field.annotation)
         if kind == "missing":
             return f"{where} is missing" + (f": {allowed}" if allowed else "")
         allowed = allowed or first["msg"].removeprefix("Input should be ")
@@ -115,7 +115,7 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:
     return f"{where or 'it'} must be {allowed}, got {shown(first['input'])}"
 
 
-def _words(kind: Any) -> str:
+def words_of(kind: Any) -> str:
     """What a type says is allowed; of a union, what its parts say; nothing where it is silent."""
     if kind is NoneType:
         return "left out"
@@ -123,7 +123,7 @@ def _words(kind: Any) -> str:
         values = get_args(kind)
         return f'"{values[0]}"' if len(values) == 1 else f"one of {', '.join(map(str, values))}"
     if isinstance(kind, UnionType) or get_origin(kind) is Union:
-        return " or ".join(filter(None, map(_words, get_args(kind))))
+        return " or ".join(filter(None, map(words_of, get_args(kind))))
     said = (getattr(each, "description", None) for each in getattr(kind, "__metadata__", ()))
     return next(filter(None, said), "")
 

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from shufl.protocol import shuffler_of
 from shufl.protocol.files import write_whole
 from shufl.protocol.outcomes import NODES_FILE, AgreedNode
-from shufl.protocol.plan import Mixing
+from shufl.protocol.plan_fields import Mixing
 from shufl.server.broadcast import Exchange, greet, pause_after
 from shufl.server.settings import NodeFailed, RoundFailed, ServerSettings
 from shufl.shuffler.wire.seeds import SUM_VERSION

@@ -19,7 +19,7 @@ from shufl.learning.data.files import no_column
 from shufl.learning.data.users import looks, number_users, spelt
 from shufl.protocol import RandomisedResponse
 from shufl.protocol.mechanisms import make_randomness
-from shufl.protocol.plan import AccountantName
+from shufl.protocol.plan_fields import AccountantName
 
 _CONFIDENT = 1.959964  # standard errors of 95 %
 

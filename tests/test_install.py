@@ -97,10 +97,10 @@ def lacks(package, extra):
     return f"needs {package}, which is not installed: pip install 'shufl[{extra}]'"
 
 
-_PLAN = "--n 1000 --gamma 0.1 --noise 20 --rounds 2"
-_TARGET = "--n 1000 --gamma 0.1 --rounds 2 --target-epsilon 9"
-_COLUMN = "table.csv --column kind --categories a,b --epsilon 1 --delta 0.01"
-_PLANS = "plan --users 1000 --dimension 10 --epsilon 900"
+_PLAN = "-n 1000 --check-in-rate 0.1 --noise-multiplier 20 --rounds 2"
+_TARGET = "-n 1000 --check-in-rate 0.1 --rounds 2 --target-epsilon 9"
+_COLUMN = "table.csv --column kind --categories a,b --target-epsilon 1 --delta 0.01"
+_PLANS = "calibrate -n 1000 --dimension 10 --target-epsilon 900"
 # Of each command: what it answers, or its one line.
 ANSWERS = {
     "run quickstart": lacks("torch", "simulation"),
@@ -109,10 +109,9 @@ ANSWERS = {
     "experiment participation": lacks("torch", "simulation"),
     "report .": lacks("jinja2", "simulation"),
     f"account {_PLAN}": "theorem3",
-    f"calibrate {_TARGET} --accountant local": "mean_update_error",
-    f"compare {_PLAN}": "theorem3",
-    f"compare {_PLAN} --plot plot.png": lacks("matplotlib", "simulation"),
-    "audit --n 100 --gamma 1 --noise 1 --epsilon 9 --samples 100": "theorem3",
+    f"calibrate {_TARGET} --accountant local": "a device sends",
+    f"account {_PLAN} --plot plot.png": lacks("matplotlib", "simulation"),
+    "audit -n 100 --check-in-rate 1 --noise-multiplier 1 --epsilon 9 --samples 100": "theorem3",
     "audit --end-to-end quickstart --epsilon 1": lacks("torch", "simulation"),
     f"{_PLANS} --device-megabytes 1e-9": "error: --device-megabytes must be at least",
     "node --config sites/ward-1/node.toml": lacks("flwr", "node"),

@@ -7,19 +7,14 @@ distribution estimation under local privacy", for k.
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 from scipy import special
 
 from shufl.protocol.mechanisms.draws import coins, place_of, to_normals
-from shufl.protocol.validation import Checked, Number, Whole
-
-Categories = Annotated[
-    Whole, Field(ge=2, le=2**15, description="a whole number of categories from 2 to 32768")
-]
-LocalEpsilon = Annotated[Number, Field(ge=1e-9, le=20, description="a number in [1e-9, 20]")]
+from shufl.protocol.plan_fields import Categories, LocalEpsilon
+from shufl.protocol.validation import Checked
 
 
 class RandomisedResponse(Checked):

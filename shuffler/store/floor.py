@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from shufl.protocol.plan import Blankets, Plan, Rounds
+from shufl.protocol.plan import Plan
+from shufl.protocol.plan_fields import Blankets, Rounds
 from shufl.protocol.validation import Count, NotNegative
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 

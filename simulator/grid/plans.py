@@ -1,4 +1,4 @@
-"""Which check-in rate, rounds, noise and blankets a target ε leaves to choose among."""
+"""Plans for a target ε: what is found for each check-in rate and rounds, and what that costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,104 +19,108 @@ from shufl.accounting import (
     mean_update_error,
     unused_note,
 )
+from shufl.learning.config import dumps, load
 from shufl.shuffler import message_length, usual_sealing
 
 RATES = (1.0, 0.3, 0.1)
 ROUNDS = (100, 300, 1000, 4000)
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is asked.
+def candidates(
+    asked: OpenPlan, dimension: int | None, device_megabytes: float | None
+) -> list[OpenPlan]:
+    """The plans to search for: the one that is asked for, or those that are compared.
 
-    Attributes:
-        budget: with check-in rate, rounds, noise and blankets open.
-        dimension: d, the parameters of the model.
-        device_megabytes: the most that a device may send in the whole run, expected; or None.
+    They are compared where the noise is open and also the check-in rate or the rounds, in whose
+    places `RATES` and `ROUNDS` stand. Plans in which a device sends more than that are left out.
+
+    Raises:
+        ValueError: No plan is left, or the model's parameters, `dimension`, are not known.
     """
+    if len(asked.open) == 1 or {"rounds", "check_in_rate"}.isdisjoint(asked.open):
+        if device_megabytes is not None:
+            raise ValueError("--device-megabytes goes with plans that are compared")
+        return [asked]
+    if dimension is None:
+        raise ValueError("give either --dataset or --dimension, the model's parameters")
+    report = message_length(dimension, asked.mixing, usual_sealing(asked.mixing))
+    rates = RATES if asked.check_in_rate is None else (asked.check_in_rate,)
+    pairs = list(itertools.product(rates, ROUNDS if asked.rounds is None else (asked.rounds,)))
+    sent = [rounds * (1.0 if asked.cover else rate) * report / 1e6 for rate, rounds in pairs]
+    most = math.inf if device_megabytes is None else device_megabytes
+    if not min(sent) <= most:
+        raise ValueError(
+            f"--device-megabytes must be at least {min(sent)}, which the plan of least traffic "
+            f"takes, got {device_megabytes}"
+        )
+    return [
+        asked.replace(check_in_rate=rate, rounds=rounds)
+        for (rate, rounds), megabytes in zip(pairs, sent, strict=True)
+        if megabytes <= most
+    ]
 
-    budget: OpenPlan
-    dimension: int
-    device_megabytes: float | None = None
 
-    @property
-    def report_bytes(self) -> int:
-        """What a report takes, sealed."""
-        mixing = self.budget.mixing
-        return message_length(self.dimension, mixing, usual_sealing(mixing))
+def find_plans(
+    asked: list[OpenPlan], dimension: int | None, setting: Setting | None
+) -> list[dict[str, Any]]:
+    """What is found for each of the plans that can reach its target, by `run_error`.
 
-    def device_bytes(self, rate: float, rounds: int) -> float:
-        """What a device sends in the whole run, expected."""
-        return (1.0 if self.budget.cover else rate) * rounds * self.report_bytes
+    Several plans are searched for by as many processes as there are processors.
 
-    def pairs(self) -> list[tuple[float, int]]:
-        """Those of `RATES` and `ROUNDS` in which a device sends no more than it may."""
-        most = math.inf if self.device_megabytes is None else 1e6 * self.device_megabytes
-        pairs = itertools.product(RATES, ROUNDS)
-        return [pair for pair in pairs if self.device_bytes(*pair) <= most]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An answer: a check-in rate and rounds, with the noise and blankets of least error.
-
-    Attributes:
-        check_in_rate, rounds, noise_multiplier, shuffler_blankets, central_noise: γ, T, z, λ, σ.
-        epsilon: what the plan's accountant says of them.
-        unused: why it is not the target, or None.
-        round_error: `shufl.accounting.mean_update_error` of a round.
-        run_error: that of the mean of all rounds' estimates, if the model stood still.
-        reports_a_round: nγ + λ, expected, without the empty ones of cover; with sums n.
-        device_bytes: what a device sends in the whole run, expected; with sums if it has one user.
-        shuffler_bytes: what a shuffler holds in a round, expected; with sums without the seeds.
+    Raises:
+        CalibrationError: None of them reaches it.
     """
-
-    check_in_rate: float
-    rounds: int
-    noise_multiplier: float
-    shuffler_blankets: float
-    central_noise: float
-    epsilon: float
-    unused: str | None
-    round_error: float
-    run_error: float
-    reports_a_round: float
-    device_bytes: float
-    shuffler_bytes: float
+    find = functools.partial(_found, dimension=dimension, setting=setting)
+    if len(asked) == 1:
+        found = [find(asked[0])]
+    else:
+        with ProcessPoolExecutor(min(len(asked), os.cpu_count() or 1)) as pool:
+            found = list(pool.map(find, asked))
+    if rows := [row for row in found if not isinstance(row, str)]:
+        return sorted(rows, key=lambda row: row["run_error"])
+    raise CalibrationError(found[0])
 
 
-def find_plans(question: Question) -> list[Plan]:
-    """A plan for each of the question's pairs that reaches the target, by `run_error`."""
-    pairs = question.pairs()
-    with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1)) as pool:
-        found = pool.map(functools.partial(_plan, question), pairs)
-        return sorted(filter(None, found), key=lambda plan: plan.run_error)
+def _found(asked: OpenPlan, dimension: int | None, setting: Setting | None) -> dict[str, Any] | str:
+    """What is found, and what it costs; or why nothing is found.
 
-
-def _plan(question: Question, pair: tuple[float, int]) -> Plan | None:
-    rate, rounds = pair
-    asked = question.budget.replace(check_in_rate=rate, rounds=rounds)
+    `mean_update_error` is that of a round, and `run_error` that of the mean of all rounds'
+    estimates, if the model stood still. `reports_a_round` counts no empty reports of cover.
+    `device_bytes` are sent in the whole run, with sums by a device of one user. `shuffler_bytes`
+    are held in a round, with sums without the seeds. Both are None if `dimension` is.
+    """
     try:
-        found = fitted(asked)
-    except CalibrationError:
-        return None
-    blankets, of_sums = found.shuffler_blankets, asked.mixing == "sum"
-    error = mean_update_error(found, question.dimension)
-    sent = asked.users * (1.0 if asked.cover else rate) + blankets
-    return Plan(
-        check_in_rate=rate,
-        rounds=rounds,
-        noise_multiplier=found.mechanism.noise_multiplier,
-        central_noise=found.central_noise,
-        shuffler_blankets=blankets,
-        epsilon=found.epsilon(),
-        unused=unused_note(asked, found),
-        round_error=error,
-        run_error=error / math.sqrt(rounds),
-        reports_a_round=asked.users if of_sums else asked.users * rate + blankets,
-        device_bytes=question.device_bytes(rate, rounds),
-        shuffler_bytes=question.report_bytes if of_sums else sent * question.report_bytes,
-    )
+        plan = fitted(asked)
+        if not plan.rounds:
+            raise CalibrationError(f"not one round is within epsilon {asked.target_epsilon:g}")
+    except CalibrationError as error:
+        return str(error)
+    of_sums, rate = plan.mixing == "sum", plan.check_in_rate
+    reports = plan.users * (1.0 if of_sums else rate) + plan.shuffler_blankets
+    round_error = mean_update_error(plan, dimension or math.inf)
+    run_error = round_error / math.sqrt(plan.rounds)
+    sent = held = None
+    if dimension is not None:
+        report = message_length(dimension, plan.mixing, usual_sealing(plan.mixing))
+        sent = plan.rounds * (1.0 if plan.cover else rate) * report
+        held = report * (1.0 if of_sums else reports + plan.users * (1.0 - rate) * plan.cover)
+    unused = unused_note(asked, plan)
+    row = {
+        "users": plan.users,
+        "privacy": plan.section(),
+        "epsilon": plan.epsilon(),
+        "unused": unused and f"{plan.rounds} rounds at γ = {rate:g}: {unused}",
+        "dimension": dimension,
+        "mean_update_error": round_error,
+        "run_error": run_error,
+        "reports_a_round": reports,
+        "device_bytes": sent,
+        "shuffler_bytes": held,
+    }
+    if setting is not None:
+        row["learning_rate"] = learning_rate(run_error, plan.rounds)
+        row["accuracy"] = setting.accuracy(run_error)
+    return row
 
 
 @dataclass(frozen=True)
@@ -124,16 +128,24 @@ class Setting:
     """A dataset with a model that is known to suit it, and what runs with them have reached.
 
     Attributes:
+        dataset: its name.
         reached: pairs of `run_error` and accuracy.
         config: that ships with shufl.
         dimension: of its model.
         records: in its training set.
     """
 
+    dataset: str
     reached: list[tuple[float, float]]
     config: str = "mnist-features"
     dimension: int = 39_700
     records: int = 60_000
+
+    def configuration(self, row: dict[str, Any]) -> str:
+        """The configuration of a plan that was found, as TOML."""
+        data = {"data.dataset": self.dataset, "data.users": row["users"]}
+        found = {"privacy": row["privacy"], "training.learning_rate": row["learning_rate"]}
+        return dumps(load(self.config, {"name": f"{self.dataset}-plan"} | data | found))
 
     def accuracy(self, run_error: float) -> float | None:
         """What is to be expected, along a line in log error.
@@ -172,26 +184,20 @@ Most are of `blanket` after 1 000 rounds; the least errors are those of particip
 (on MNIST after 4 000 rounds too), the largest those of `theorem3` and `local` after 100.
 """
 
+_MNIST = [(error, mnist) for error, mnist, _ in _REACHED]
+_FASHION = [(error, fashion) for error, _, fashion in _REACHED if fashion]
 SETTINGS = {
-    "mnist": Setting([(error, mnist) for error, mnist, _ in _REACHED]),
-    "fashion-mnist": Setting([(error, other) for error, _, other in _REACHED if other]),
+    "mnist": Setting("mnist", _MNIST),
+    "fashion-mnist": Setting("fashion-mnist", _FASHION),
 }
 """By dataset."""
 
 
-def learning_rate(plan: Plan) -> float:
+def learning_rate(run_error: float, rounds: int) -> float:
     """The rate of the first round, for the models of `SETTINGS` with momentum 0.9 and C = 1.
 
     It is 0.0079/(σ√T) and at most 320/T, where σ is the noise in a coordinate of a round's mean:
     the rule of docs/results/over-learning-rate.md.
     """
-    rate = min(320, 0.0079 / plan.run_error) / plan.rounds  # the run's error is σ/√T
+    rate = min(320, 0.0079 / run_error) / rounds  # the run's error is σ/√T
     return float(f"{rate:.2g}")
-
-
-def as_dict(plan: Plan, setting: Setting | None) -> dict[str, Any]:
-    """A plan's values, with learning rate and accuracy to be expected where a dataset is named."""
-    return asdict(plan) | {
-        "learning_rate": None if setting is None else learning_rate(plan),
-        "accuracy": None if setting is None else setting.accuracy(plan.run_error),
-    }

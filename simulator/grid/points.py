@@ -21,7 +21,7 @@ from shufl.learning.own_code import code_digest
 from shufl.learning.section import find, readers_code
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
-from shufl.protocol.plan import CheckInRate
+from shufl.protocol.plan_fields import CheckInRate
 from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
 from shufl.results.engine import engine_of
 from shufl.results.experiment import begin_anew, prepare

@@ -14,7 +14,7 @@ from rounds import check_in, make_plan
 from shufl import accounting
 from shufl.protocol import RandomisedResponse, shuffler_of
 from shufl.protocol.mechanisms import MECHANISMS
-from shufl.protocol.plan import AccountantName, Adjacency, MechanismName
+from shufl.protocol.plan_fields import AccountantName, Adjacency, MechanismName
 
 GOOD = {
     "users": 60_000,

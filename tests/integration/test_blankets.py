@@ -128,7 +128,7 @@ def test_the_command_attacks_a_users_own_configuration(tmp_path):
     ("arguments", "message"),
     [
         (["nowhere.toml"], "nowhere.toml cannot be read"),
-        (["quickstart", "--n", "10"], "--n must be left out with --end-to-end"),
+        (["quickstart", "--users", "10"], "--users must be left out with --end-to-end"),
         (["quickstart", "--samples", "3"], "samples must be at least 4"),
         (["quickstart", "--confidence", "2"], "confidence must lie"),
         (["quickstart", "--epsilon", "1e9"], "epsilon must lie"),

@@ -10,7 +10,7 @@ from shufl.accounting import accountants_for
 from shufl.cli.__main__ import app
 
 COUNTEREXAMPLE = (
-    "audit --n 10 --noise 2 --adjacency zero-out --epsilon 0.3 --samples 20000 --seed 1"
+    "audit -n 10 --noise-multiplier 2 --adjacency zero-out --epsilon 0.3 --samples 20000 --seed 1"
 )
 
 
@@ -44,7 +44,7 @@ def test_the_homogeneous_placement_alone_refutes_nothing():
 
 
 def test_only_those_who_make_a_claim_are_audited(fixed_size_only):
-    command = "audit --n 5 --noise 1 --samples 2000 --seed 1"
+    command = "audit -n 5 --noise-multiplier 1 --samples 2000 --seed 1"
     checks = json.loads(shufl(f"{command} --json").stdout)
     assert set(checks) == set(accountants_for(check_in(5, 1.0, 1.0)))
     refused = shufl(f"{command} --accountant {fixed_size_only}")
@@ -60,7 +60,7 @@ def test_only_who_does_not_count_on_the_others_is_attacked_without_them():
 
 
 def test_a_round_with_hardly_any_noise_is_audited():
-    result = shufl("audit --n 10 --noise 0.05 --samples 2000 --seed 1 --json")
+    result = shufl("audit -n 10 --noise-multiplier 0.05 --samples 2000 --seed 1 --json")
     assert result.exit_code == 0, result.output
     for check in json.loads(result.stdout).values():
         assert 0.9 < check["delta_lower"] <= check["claimed_delta"] <= 1
@@ -69,17 +69,23 @@ def test_a_round_with_hardly_any_noise_is_audited():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (f"{COUNTEREXAMPLE} --blankets -1", "--blankets must be a number from 0 to 10^7, got -1"),
-        ("audit --noise 2", "--n is missing"),
-        ("audit --n 10", "--noise is missing"),
+        (
+            f"{COUNTEREXAMPLE} --shuffler-blankets -1",
+            "--shuffler-blankets must be a number from 0 to 10^7, got -1",
+        ),
+        ("audit --noise-multiplier 2", "--users is missing"),
+        ("audit -n 10", "--noise-multiplier is missing"),
         (f"{COUNTEREXAMPLE} --placement absent --accountant rdp", "must not be absent only: rdp"),
         (f"{COUNTEREXAMPLE} --placement nowhere", "placement must be"),
         (f"{COUNTEREXAMPLE} --accountant magic", "accountant must be"),
         (f"{COUNTEREXAMPLE} --confidence 1", "confidence must lie in (0, 1)"),
-        ("audit --n 10 --noise 2 --epsilon 1000", "epsilon must lie in [0, 700], got 1000"),
         (
-            "audit --n 10 --noise 0",
-            "--noise must be a number in [1e-12, 10^6], got 0.0",
+            "audit -n 10 --noise-multiplier 2 --epsilon 1000",
+            "epsilon must lie in [0, 700], got 1000",
+        ),
+        (
+            "audit -n 10 --noise-multiplier 0",
+            "--noise-multiplier must be a number in [1e-12, 10^6], got 0.0",
         ),
     ],
 )

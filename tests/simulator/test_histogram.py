@@ -96,7 +96,7 @@ def column(tmp_path):
 @pytest.mark.slow
 def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
     out = tmp_path / "out"
-    given = ["--column", "town", "--categories", "A,B,C", "--other", "--epsilon", "1"]
+    given = ["--column", "town", "--categories", "A,B,C", "--other", "--target-epsilon", "1"]
     done = shufl("histogram", str(column), *given, "--out", str(out), "--consistent")
     searched = "searching for local epsilon and shuffler blankets within epsilon 1\n"
     assert (done.returncode, done.stderr) == (0, searched)
@@ -111,28 +111,28 @@ def test_a_column_becomes_a_table_a_file_and_a_plot(column, tmp_path):
         assert error < 5 * float(row["standard_error"])
     assert (out / "histogram.png").stat().st_size > 5_000
     told = json.loads(asked(column, *given, "--json").stdout)
-    assert told["plan"]["users"] == 1000
+    assert told["users"] == 1000
     assert 0.99 < told["epsilon"]["blanket"]["epsilon"] <= 1.0
     assert sum(each["share"] for each in told["histogram"]) == pytest.approx(1)
 
 
 @pytest.mark.slow
 def test_a_target_that_is_not_used_up_is_told(column):
-    (line,) = asked(column, *WHOLE[:4], "--epsilon", "90").stderr.splitlines()
+    (line,) = asked(column, *WHOLE[:4], "--target-epsilon", "90").stderr.splitlines()
     assert line.startswith("warning: the target is not used up: ε is ")
-    assert line.endswith("no further than local_epsilon = 20, blankets = 0.1")
+    assert line.endswith("no further than local_epsilon = 20, shuffler_blankets = 0.1")
 
 
 @pytest.mark.slow
 def test_of_many_categories_the_largest_are_shown(column, tmp_path):
     many = tmp_path / "many.txt"
     many.write_text("\n".join(["A", "B", "C", "D", *(f"town {i}" for i in range(300))]))
-    shown = asked(column, "--column", "town", "--categories", many, "--epsilon", "1").stdout
+    shown = asked(column, "--column", "town", "--categories", many, "--target-epsilon", "1").stdout
     assert "the largest 60 of 304; --out writes all" in shown
     assert shown.index("│ A ") < shown.index("│ B ")
 
 
-WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
+WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--target-epsilon", "1"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
     [
         ([], "--categories is missing"),
         (WHOLE[:2], "--column is missing"),
-        (WHOLE[:4], "--epsilon is missing"),
+        (WHOLE[:4], "--target-epsilon is missing"),
         ([*WHOLE, "--column", "city"], "--column: line 1 must name a column city, got 2 other"),
         (
             [*WHOLE, "--categories", "A,B,C"],
@@ -149,8 +149,8 @@ WHOLE = ["--categories", "A,B,C,D", "--column", "town", "--epsilon", "1"]
         ([*WHOLE, "--categories", "A,A"], "--categories must be all different"),
         ([*WHOLE, "--categories", "A"], "--categories must be at least 2, got 1"),
         ([*WHOLE, "--delta", "2"], "--delta must be a number in (0, 1)"),
-        ([*WHOLE, "--epsilon", "0"], "--epsilon must be a number above 0, got 0"),
-        ([*WHOLE, "--gamma", "0"], "--gamma must be a number in [1e-12, 1], got 0"),
+        ([*WHOLE, "--target-epsilon", "0"], "--target-epsilon must be a number above 0, got 0"),
+        ([*WHOLE, "--check-in-rate", "0"], "--check-in-rate must be a number in [1e-12, 1], got 0"),
         (
             [*WHOLE, "--local-epsilon", "21"],
             "--local-epsilon must be a number in [1e-9, 20], got 21",
@@ -269,7 +269,16 @@ def test_the_empty_value_can_be_named(tmp_path, text):
 def test_the_empty_value_is_shown_and_written(tmp_path):
     path = tmp_path / "people.csv"
     path.write_text("id,town\n1,A\n2,\n3,\n4,B\n")
-    given = ["--column", "town", "--epsilon", "1", "--delta", "1e-6", "--accountant", "local"]
+    given = [
+        "--column",
+        "town",
+        "--target-epsilon",
+        "1",
+        "--delta",
+        "1e-6",
+        "--accountant",
+        "local",
+    ]
     done = asked(path, *given, "--categories", "A,,B", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
     assert "n = 4" in done.stdout and '│ ""' in done.stdout
@@ -290,6 +299,6 @@ def test_files_without_rows_are_refused(tmp_path):
 def test_what_is_no_csv_in_utf_8_is_one_line(tmp_path, content):
     path = tmp_path / "people.csv"
     path.write_bytes(content)
-    done = asked(path, "--column", "town", "--epsilon", "1", "--categories", path)
+    done = asked(path, "--column", "town", "--target-epsilon", "1", "--categories", path)
     assert done.exit_code == 2
     assert "people.csv must be " in done.stderr and done.stderr.count("\n") == 1

@@ -92,18 +92,19 @@ def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
 
 @pytest.mark.slow
 def test_the_command_line_prices_it_and_names_what_it_does_not_know():
-    plan = ["--n", "1000", "--gamma", "0.5", "--rounds", "10", "--mechanism"]
-    account = CliRunner().invoke(
-        app, ["account", *plan, "ldp-sgd", "--noise", "2", "--blankets", "50", "--json"]
+    def shufl(command):
+        plan = "-n 1000 --check-in-rate 0.5 --rounds 10 --json"
+        return CliRunner().invoke(app, f"{command} {plan}".split())
+
+    command = "account --noise-multiplier 2 --shuffler-blankets 50 --accountant all --mechanism"
+    rows = json.loads(shufl(f"{command} ldp-sgd").stdout)["epsilon"]
+    assert {name for name, row in rows.items() if row["epsilon"]} == {"blanket", "crowd", "local"}
+    (found,), (gaussian,) = (
+        json.loads(shufl(f"calibrate --target-epsilon 1 --mechanism {name}").stdout)["plans"]
+        for name in ("ldp-sgd", "gaussian")
     )
-    assert {name for name, row in json.loads(account.stdout).items() if row["epsilon"]} == {
-        "blanket", "crowd", "local"
-    }  # fmt: skip
-    target = ["--accountant", "blanket", "--target-epsilon", "1", "--json"]
-    found = json.loads(CliRunner().invoke(app, ["calibrate", *plan, "ldp-sgd", *target]).stdout)
     assert 0.99 < found["epsilon"] <= 1.0
-    gaussian = json.loads(CliRunner().invoke(app, ["calibrate", *plan, "gaussian", *target]).stdout)
     assert gaussian["mean_update_error"] < found["mean_update_error"]
-    wrong = CliRunner().invoke(app, ["account", *plan, "laplace", "--noise", "2"])
-    assert wrong.exit_code != 0
-    assert "--mechanism must be 'gaussian' or 'ldp-sgd', got 'laplace'" in wrong.stderr
+    wrong = shufl(f"{command} laplace")
+    assert wrong.exit_code == 2
+    assert "--mechanism must be one of gaussian, ldp-sgd, " in wrong.stderr

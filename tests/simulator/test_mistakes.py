@@ -114,6 +114,23 @@ def test_in_a_command(refusal, arguments, message):
     assert said.startswith(message) and said.count("?") <= 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--users", "9"], "plan is called calibrate now"),
+        (["compare"], "compare is called account now"),
+        (["account", "--n", "9"], "--n is called --users now"),
+        (["account", "--n=9"], "--n is called --users now"),
+        (["audit", "--gamma", "1"], "--gamma is called --check-in-rate now"),
+        (["calibrate", "--noise", "1"], "--noise is called --noise-multiplier now"),
+        (["account", "--blankets", "1"], "--blankets is called --shuffler-blankets now"),
+        (["histogram", "a.csv", "--epsilon", "1"], "--epsilon is called --target-epsilon now"),
+    ],
+)
+def test_a_former_name(refusal, arguments, message):
+    assert refusal(*arguments) == message
+
+
 @pytest.mark.parametrize("content", [b"name = ", b"[privacy]\ncheck_in_rate = 0,5\n", b"\xff\xfe"])
 def test_in_toml(refusal, content):
     Path("run.toml").write_bytes(content)

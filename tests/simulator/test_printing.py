@@ -179,10 +179,10 @@ def test_a_long_line_keeps_both_its_ends_and_is_not_cut_twice():
     ("arguments", "start"),
     [
         (["run", "a\nb\x1b[31m.toml"], "error: a b\\x1b[31m.toml cannot be read: "),
-        (["plan", "--users", "f\nive"], "error: Invalid value for '--users': 'f"),
+        (["audit", "--samples", "f\nive"], "error: Invalid value for '--samples': 'f"),
         (["run", "--no-such\n\x1b[31mthing"], "error: No such option '--no-such"),
         (["no\nsuch"], "error: No such command 'no"),
-        (["account", "--n", "10"], "error: "),
+        (["account", "--users", "10"], "error: "),
         (["keys", "sign", "no\nfolder", "a.csr", "--role", "node"], "error: a.csr"),
         (["keys", "sign", "x", "a.csr", "--role", "wrong"], "error: Invalid value for '--role'"),
         (["shuffler", "--config", "no\nfile\x1b[31m"], "shuffler: no file\\x1b[31m"),

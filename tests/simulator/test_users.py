@@ -476,7 +476,7 @@ def histogram(*arguments):
 
 
 def test_a_histogram_says_who_is_one_person(visits):
-    given = [visits, "--column", "ward", "--categories", "A,B", "--epsilon", "2"]
+    given = [visits, "--column", "ward", "--categories", "A,B", "--target-epsilon", "2"]
     rows, people = histogram(*given), histogram(*given, "--user-column", "patient")
     assert "n = 12000 users, each of 12 000 rows is taken for one person" in rows.stdout
     said = "n = 3000 users, by column patient: one of each one's rows counts, at random, of 12 000"
@@ -484,7 +484,7 @@ def test_a_histogram_says_who_is_one_person(visits):
     for done, count in ((histogram(*given, "--json"), 12_000), (None, 3000)):
         done = done or histogram(*given, "--user-column", "patient", "--json")
         told = json.loads(done.stdout)
-        assert told["plan"]["users"] == count and told["plan"]["delta"] == 1 / count
+        assert told["users"] == count and told["privacy"]["delta"] == 1 / count
         assert told["users_by"] in rows.stdout + people.stdout
 
 
@@ -504,6 +504,6 @@ def test_mistakes_of_a_histogram_are_one_line_and_quote_no_row(tmp_path, content
     path = tmp_path / "f.csv"
     path.write_text(content)
     given = "--column", "ward", "--user-column", "patient", "--categories", "A,B"
-    done = histogram(path, *given, "--epsilon", "2", "--delta", "0.01")
+    done = histogram(path, *given, "--target-epsilon", "2", "--delta", "0.01")
     assert done.exit_code == 2 and done.stderr.count("\n") == 1 and not done.stdout
     assert message in done.stderr and SECRET not in done.stderr

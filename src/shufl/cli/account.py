@@ -1,137 +1,124 @@
-"""`shufl account` and `compare`: ε by every accountant on the command line."""
+"""`shufl account`: what a plan, or a run folder, costs."""
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from shufl.cli import options
 from shufl.protocol.console import Console
 from shufl.protocol.text import rounded_up
 from shufl.results.plots import check_format, draw, style_of
-from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
+from shufl.results.tables import epsilon_rows, print_epsilons, too_few_present
+
+if TYPE_CHECKING:
+    from shufl.accounting.peers.comparisons import Peer
+    from shufl.protocol import Shuffled
 
 
+@options.plan_options(*options.PLAN)
 def account_command(
+    given: dict[str, Any],
     run: Annotated[Path | None, typer.Argument(help="A run folder, instead of a plan.")] = None,
-    n: options.Users = None,
-    gamma: options.Rate = None,
-    noise: options.Noise = None,
-    rounds: options.Rounds = None,
-    delta: options.Delta = "1/n",
-    adjacency: options.Adjacency = "replace",
-    blankets: options.Blankets = 0.0,
-    mechanism: options.Mechanism = "gaussian",
-    participation: options.Participation = "check-in",
-    mixing: options.Mixing = "shuffle",
-    central_noise: options.CentralNoise = None,
-    json: options.Json = False,
-) -> None:
-    """Print ε by every accountant, for a plan given by flags or for a run folder."""
-    from shufl.accounting import LedgerError, epsilon_table, price
-
-    with options.failing(ValueError, LedgerError):
-        if run is not None:
-            options.check_alone("a run folder, which has its plan", "json")
-            from shufl.results.rows import read_run  # slow to import
-
-            ledger, records = read_run(run)
-            plan, count = ledger.plan, len(ledger.entries)
-            too_few = too_few_present(plan, records, count)
-            found = epsilon_table(plan, count, too_few, lower=True)
-        else:
-            given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
-            plan = options.whole_plan(*given, participation, mixing, central_noise)
-            count = plan.rounds
-            found = price(plan.event(), count, plan.adjacency, plan.delta, lower=True)
-    options.warn_of_delta(plan, count)
-    rows = epsilon_rows(found)
-    for row in found:
-        rows[row.name]["lower_bound"] = row.lower
-    if json:
-        options.print_json(rows)
-    else:
-        print_epsilons(Console(), f"ε at δ = {rounded_up(plan.delta)}, {plan.adjacency}", rows)
-
-
-def compare_command(
-    n: options.Users = None,
-    gamma: options.Rate = None,
-    noise: options.Noise = None,
-    rounds: options.Rounds = None,
-    delta: options.Delta = "1/n",
-    adjacency: options.Adjacency = "replace",
-    blankets: options.Blankets = 0.0,
-    mechanism: options.Mechanism = "gaussian",
-    participation: options.Participation = "check-in",
-    mixing: options.Mixing = "shuffle",
-    central_noise: options.CentralNoise = None,
+    accountant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Count by this accountant, or by all. Repeatable. Default: blanket, and the one "
+            "that halts the run; where there are no blankets, all that price the rounds."
+        ),
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Also draw ε against rounds to this file.")
+        Path | None, typer.Option(help="Also draw ε against rounds to this file.")
     ] = None,
     peers: Annotated[
-        bool,
-        typer.Option("--peers", help="Also show other systems, at one report's ε₀ (replace only)."),
+        bool, typer.Option("--peers", help="Also show other systems, at one report's ε₀.")
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Print, and plot, ε against rounds by every accountant side by side."""
-    from shufl.accounting import price
-    from shufl.accounting.peers import comparisons
-    from shufl.protocol import RandomisedResponse
+    """Print what a plan costs, or a run folder: ε, and what it holds for."""
+    from shufl.accounting import EpsilonRow, LedgerError, epsilon_table, price
 
-    with options.failing(ValueError, OSError):
-        given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism
-        plan = options.whole_plan(*given, participation, mixing, central_noise)
-        event, last, at = plan.event(), plan.rounds, plan.delta
-        assert not isinstance(event.mechanism, RandomisedResponse)  # --mechanism has it not
-        if peers and participation != "check-in":
-            raise ValueError(f"--peers must be left out with --participation {participation}")
-        if peers and mixing != "shuffle":
-            raise ValueError(f"--peers must be left out with --mixing {mixing}")
+    with options.failing(ValueError, OSError, LedgerError):
         if plot is not None:
             options.check_file("--plot", plot)
             check_format("--plot", plot)
-        points = sorted({max(1, round(last ** (step / 8))) for step in range(9)})
+        if run is not None:
+            shown = "accountant", "plot", "peers", "json"
+            options.check_alone("a run folder, which has its plan", *shown)
+            from shufl.results.rows import read_run  # slow to import
+
+            ledger, records = read_run(run)
+            plan, rounds = ledger.plan, len(ledger.entries)
+        else:
+            plan = options.whole_plan(given)
+            rounds = plan.rounds
+        event, about = plan.event(), (plan.adjacency, plan.delta)
+        names = _accountants(event, accountant, None if run is None else plan.accountant)
+        if run is None and plan.accountant not in names:
+            plan = plan.model_copy(update={"accountant": names[0]})
+        points = [rounds]
+        if plot is not None:
+            points = sorted({max(1, round(rounds ** (step / 8))) for step in range(9)})
+        others = _peers(plan.users, event, points, plan.delta) if peers else []
+        if plot is not None or len(names) > 1:
+            logging.getLogger("shufl.accounting").info("pricing rounds by %s", ", ".join(names))
+        if run is not None:
+            too_few = too_few_present(plan, records, rounds)
+            table = epsilon_table(plan, rounds, too_few, lower=True)
+            found = [row for row in table if row.name in names]
+        else:
+            found = price(event, rounds, *about, lower=True, names=names)
         curves: dict[str, list[float | None]] = {}
-        for point in points:
-            for row in price(event, point, adjacency, at):
+        for point in points if plot is not None else ():
+            for row in price(event, point, *about, names=names):
                 curves.setdefault(row.name, []).append(row.epsilon)
-        others = (
-            comparisons.peers(plan.users, event.chance, event.mechanism, points, at)
-            if peers
-            else []
-        )
-    options.warn_of_delta(plan, last)
-    theirs: dict[str, list[float | None]] = {peer.name: [*peer.epsilons] for peer in others}
+    options.warn_of_delta(plan.check_in_rate, rounds, plan.delta)
+    rows = epsilon_rows(found)
+    for row in found:
+        rows[row.name]["lower_bound"] = row.lower
+    theirs = epsilon_rows(EpsilonRow(it.name, it.epsilons[-1], it.covers, None) for it in others)
+    curves |= {each.name: [*each.epsilons] for each in others if plot is not None}
+    title = f"ε at δ = {rounded_up(plan.delta)}, {plan.adjacency}"
     if json:
-        told = {p.name: {"epsilon": theirs[p.name], "covers": p.covers} for p in others}
-        options.print_json(
-            {"rounds": points, "epsilon": curves} | ({"peers": told} if peers else {})
-        )
+        told = {"users": plan.users, "privacy": plan.section(), "rounds": rounds, "epsilon": rows}
+        told |= {"peers": theirs} if peers else {}
+        told |= {} if plot is None else {"over_rounds": {"rounds": points, "epsilon": curves}}
+        options.print_json(told)
     else:
-        _print_curves(points, curves, f"ε against rounds at δ = {rounded_up(at)}, {plan.adjacency}")
+        print_epsilons(Console(), f"{title}, after {rounds} rounds", rows)
         if others:
-            title = "other systems, replace; see below what each covers"
-            _print_curves(points, theirs, title)
-            for peer in others:
-                typer.echo(f"{peer.name}: {peer.covers}")
+            print_epsilons(Console(), "other systems, replace", theirs)
     if plot is not None:  # last, so that the table is not lost where the disk is full
-        _draw(points, curves | theirs, f"δ = {rounded_up(at)}, {adjacency}", plot)
+        _draw(points, curves, title, plot)
 
 
-def _print_curves(points: list[int], curves: dict[str, list[float | None]], title: str) -> None:
-    """ε at each number of rounds, a column for each accountant or other system."""
-    table = Table(title=title, title_justify="left")
-    for column in ("rounds", *curves):
-        table.add_column(column, justify="right")
-    for index, point in enumerate(points):
-        table.add_row(str(point), *(epsilon_text(curve[index]) for curve in curves.values()))
-    Console().print(table)
+def _accountants(event: Shuffled, asked: list[str] | None, halting: str | None) -> list[str]:
+    """The accountants to count by; `halting` is that of a run."""
+    from shufl.accounting import accountants_for, accountants_of_kind, check_accountant
+
+    if asked == ["all"]:
+        return list(accountants_of_kind(event))
+    if asked:
+        return [check_accountant(name, event) for name in asked]
+    names = accountants_for(event)
+    return [name for name in names if name in ("blanket", halting)] if event.blankets else [*names]
+
+
+def _peers(users: int, event: Shuffled, points: list[int], delta: float) -> list[Peer]:
+    """What other systems say of a plan."""
+    from shufl.accounting.peers import comparisons
+    from shufl.protocol import CheckIn, GaussianMechanism, LdpSgd, Summed
+
+    mechanism = event.mechanism
+    if isinstance(event, Summed) or not isinstance(event.participation, CheckIn):
+        raise ValueError("--peers goes with mixing shuffle and participation check-in only")
+    if not isinstance(mechanism, GaussianMechanism | LdpSgd):
+        raise ValueError(f"--peers must be left out with mechanism {mechanism.name}")
+    return comparisons.peers(users, event.chance, mechanism, points, delta)
 
 
 def _draw(points: list[int], curves: dict[str, list[float | None]], title: str, path: Path) -> None:

@@ -12,56 +12,45 @@ from rich.text import Text
 from shufl.cli import end_in_order, options
 from shufl.protocol.console import Console
 
-Accountants = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--accountant", help="Accountant to attack. Repeatable. Default: all that price the round."
-    ),
-]
-Placements = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--placement",
-        help="Where the other users are: homogeneous, antipodal, opposite, equilateral, or "
-        "absent; repeatable. Default: all.",
-    ),
-]
-EndToEnd = Annotated[
-    str | None,
-    typer.Option(
-        "--end-to-end",
-        metavar="CONFIG",
-        help="Attack the plan of a run's configuration through the real client, shuffler and "
-        "server instead: one user alone in every round (with sums all users). --epsilon, "
-        "--samples (1000 by default: rounds of each world, or blocks with allocation), "
-        "--confidence and --seed apply.",
-    ),
-]
+_MOST_USERS = 10**6
+_VALUES = "users", "check_in_rate", "noise_multiplier", "shuffler_blankets", "adjacency"
 
 
+@options.plan_options(*_VALUES, check_in_rate=1.0)
 def audit_command(
-    n: Annotated[int | None, typer.Option("--n", max=10**6, help="Eligible users n.")] = None,
-    gamma: options.Rate = 1.0,
-    noise: options.Noise = None,
-    adjacency: options.Adjacency = "replace",
-    blankets: options.Blankets = 0.0,
-    epsilon: Annotated[float, typer.Option("--epsilon", help="ε at which δ is attacked.")] = 0.3,
-    accountant: Accountants = None,
-    placement: Placements = None,
+    given: dict[str, Any],
+    epsilon: Annotated[float, typer.Option(help="ε at which δ is attacked.")] = 0.3,
+    accountant: Annotated[
+        list[str] | None,
+        typer.Option(help="Accountant to attack. Repeatable. Default: all that price the round."),
+    ] = None,
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where the other users are: homogeneous, antipodal, opposite, equilateral, or "
+            "absent. Repeatable. Default: all."
+        ),
+    ] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", help="Draws of each world. Default: 100000.")
+        int | None, typer.Option(help="Draws of each world. Default: 100000.")
     ] = None,
     confidence: Annotated[
         float,
-        typer.Option(
-            "--confidence",
-            help="Probability that an audit of a correct mechanism reports no violation.",
-        ),
+        typer.Option(help="Probability that an audit of a correct mechanism reports no violation."),
     ] = 0.99,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the draws.")
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the draws.")
     ] = None,
-    end_to_end: EndToEnd = None,
+    end_to_end: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Attack the plan of a run's configuration through the real client, shuffler and "
+            "server instead: one user alone in every round (with sums all users). --epsilon, "
+            "--samples (1000 by default: rounds of each world, or blocks with allocation), "
+            "--confidence and --seed apply.",
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Attack the accountants' δ(ε) of one round, and say which claims do not hold for every pair.
@@ -75,38 +64,52 @@ def audit_command(
     from shufl.accounting.audit.placements import PLACEMENTS
 
     if end_to_end is not None:
-        _end_to_end(end_to_end, epsilon, samples, confidence, seed, json)
-        return
-    with options.failing(ValueError):
-        plan = options.whole_plan(n, gamma, noise, 1, "0.5", adjacency, blankets)
-        event = plan.event()
-        at = placement or list(PLACEMENTS)
-        names = accountant or [
-            name
-            for name in accountants_for(event)
-            if any(claims_something(ACCOUNTANTS[name], where) for where in at)
-        ]
-        attacked = check_claims(
-            [make_accountant(check_accountant(name, event), adjacency) for name in names],
-            event,
-            epsilon,
-            at,
-            100_000 if samples is None else samples,
-            confidence,
-            np.random.default_rng(seed),
-        )
-        checks = dict(zip(names, attacked, strict=True))
-    _report(checks, epsilon, confidence, json)
+        checks = _end_to_end(end_to_end, epsilon, samples, confidence, seed)
+    else:
+        with options.failing(ValueError):
+            plan = options.whole_plan(given | {"rounds": 1, "delta": 0.5})
+            if plan.users > _MOST_USERS:
+                raise ValueError(
+                    f"--users must be at most {_MOST_USERS} in an audit, got {plan.users}"
+                )
+            event = plan.event()
+            at = placement or list(PLACEMENTS)
+            names = accountant or [
+                name
+                for name in accountants_for(event)
+                if any(claims_something(ACCOUNTANTS[name], where) for where in at)
+            ]
+            attacked = check_claims(
+                [make_accountant(check_accountant(name, event), plan.adjacency) for name in names],
+                event,
+                epsilon,
+                at,
+                100_000 if samples is None else samples,
+                confidence,
+                np.random.default_rng(seed),
+            )
+            checks = dict(zip(names, attacked, strict=True))
+    if json:
+        told = {
+            name: {
+                "claimed_delta": check.claimed_delta,
+                "delta_lower": check.worst.delta_lower,
+                "placement": check.worst.placement,
+                "violated_for_every_pair": check.violated,
+                "covers": check.covers,
+            }
+            for name, check in checks.items()
+        }
+        options.print_json(told)
+    else:
+        _print_table(checks, epsilon, confidence)
+    if any(check.violated and check.holds_for == "every pair" for check in checks.values()):
+        raise typer.Exit(3)
 
 
 def _end_to_end(
-    config: str,
-    epsilon: float,
-    samples: int | None,
-    confidence: float,
-    seed: int | None,
-    json: bool,
-) -> None:
+    config: str, epsilon: float, samples: int | None, confidence: float, seed: int | None
+) -> dict[str, Any]:
     """The attack on a configuration's plan through the running system."""
     import secrets
     import signal
@@ -131,28 +134,7 @@ def _end_to_end(
         for number in (signal.SIGINT, signal.SIGTERM):  # a shuffler is started
             signal.signal(number, end_in_order)
         found = check_end_to_end(plan, epsilon, rounds, confidence, drawn)
-    _report({check.accountant: check for check in found}, epsilon, confidence, json)
-
-
-def _report(checks: dict[str, Any], epsilon: float, confidence: float, json: bool) -> None:
-    """Prints the checks; ends with 3 if a claim for every pair is violated."""
-    if json:
-        options.print_json(
-            {
-                name: {
-                    "claimed_delta": check.claimed_delta,
-                    "delta_lower": check.worst.delta_lower,
-                    "placement": check.worst.placement,
-                    "violated_for_every_pair": check.violated,
-                    "covers": check.covers,
-                }
-                for name, check in checks.items()
-            }
-        )
-    else:
-        _print_table(checks, epsilon, confidence)
-    if any(check.violated and check.holds_for == "every pair" for check in checks.values()):
-        raise typer.Exit(3)
+    return {check.accountant: check for check in found}
 
 
 def _print_table(checks: dict[str, Any], epsilon: float, confidence: float) -> None:

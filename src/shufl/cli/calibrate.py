@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 from rich.table import Table
-from rich.text import Text
 
 from shufl.cli import options
 from shufl.protocol.console import Console
@@ -16,117 +17,141 @@ from shufl.protocol.text import rounded_down, rounded_up
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan
 
+_NOISE = {"noise_multiplier": "z", "local_epsilon": "ε₀", "central_noise": "σ"}
 
+
+@options.plan_options(
+    *("target_epsilon", *options.PLAN, "cover"),
+    found=[*_NOISE, "shuffler_blankets", "rounds", "check_in_rate"],
+)
 def calibrate_command(
-    target_epsilon: Annotated[
-        float, typer.Option("--target-epsilon", help="The ε to stay within.")
-    ],
-    n: options.Users = None,
-    gamma: options.Rate = None,
-    noise: options.Noise = None,
-    rounds: options.Rounds = None,
-    delta: options.Delta = "1/n",
-    adjacency: options.Adjacency = "replace",
-    blankets: Annotated[
-        float | None,
-        typer.Option(
-            "--blankets",
-            help="Expected blankets λ that the shuffler adds to each round. Default: none, or with "
-            "--accountant blanket those that are needed.",
-        ),
-    ] = None,
+    given: dict[str, Any],
     accountant: Annotated[
-        str, typer.Option("--accountant", help="Accountant whose ε stays within the target.")
-    ] = "theorem3",
-    mechanism: options.Mechanism = "gaussian",
-    participation: options.Participation = "check-in",
-    mixing: options.Mixing = "shuffle",
-    central_noise: options.CentralNoise = None,
+        str | None,
+        typer.Option(help="Whose ε stays within it. Default: blanket, with sums sum-central."),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Predict the accuracy on it, and take its model's size: mnist, …"),
+    ] = None,
     dimension: Annotated[
         int | None,
-        typer.Option(
-            "--dimension",
-            min=1,
-            max=10**9,
-            help="Model parameters d, for the error. Default: so many that only noise counts.",
-        ),
+        typer.Option(min=1, help="Parameters d of the model, where no dataset is named."),
+    ] = None,
+    device_megabytes: Annotated[
+        float | None,
+        typer.Option(help="Leave out plans in which a device sends more than this over the run."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="With --dataset: write the first plan's configuration to this file."),
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Find the noise, the rounds, γ or the blankets (whichever is left out) for a target ε.
+    """Find what is left out of a plan, for a target ε.
 
-    With --accountant blanket and neither --noise nor --blankets: the two of the least error of the
-    mean update. With --accountant sum-central the noise is that of shuffler and server.
+    Noise and blankets are found together: those of least error of the mean update. If the noise is
+    given, the rounds, the check-in rate or the blankets are found, whichever is left out. If the
+    noise is left out, and the rounds or the check-in rate too, plans of several are compared.
     """
-    with options.failing(ValueError):
-        if accountant == "blanket" and blankets == 0.0:
-            raise ValueError("--blankets must be above 0 with --accountant blanket, got 0")
-        added = blankets or ("least-error" if accountant == "blanket" else 0.0)
-        given = n, gamma, noise, rounds, delta, adjacency, added, mechanism
-        more = participation, mixing, central_noise
-        about = {"accountant": accountant, "target_epsilon": target_epsilon}
-        asked = options.open_plan(*given, *more, **about)
-        if len(asked.open) != 1 and asked.open != ("noise_multiplier", "shuffler_blankets"):
-            also = ", or --blankets, or --noise and --blankets" if accountant == "blanket" else ""
-            raise ValueError(f"leave out exactly one of --noise, --rounds and --gamma{also}")
-        result = _calibrated(asked, dimension)
-    if json:
-        options.print_json(result)
-        return
-    missing = [_NAMES.get(name, name) for name in asked.open]
-    table = Table(title=f"{', '.join(missing)} for ε ≤ {target_epsilon:g}", show_header=False)
-    for key, value in result.items():
-        if value is not None:
-            shown = str(value)
-            if isinstance(value, float):
-                shown = _ROUNDED[key](value, 6) if key in _ROUNDED else f"{value:.6g}"
-            table.add_row(Text(key, style="bold" if key in missing else ""), shown)
-    Console().print(table)
-
-
-_UP = "noise", "blankets", "central-noise", "delta", "epsilon"
-_ROUNDED = {"gamma": rounded_down} | dict.fromkeys(_UP, rounded_up)
-
-_NAMES = {
-    "check_in_rate": "gamma",
-    "noise_multiplier": "noise",
-    "shuffler_blankets": "blankets",
-    "central_noise": "central-noise",
-}
-
-
-def _calibrated(asked: OpenPlan, dimension: int | None) -> dict[str, Any]:
-    """The plan with what was left out: its ε, its error, and what a round weighs."""
-    from shufl.accounting import fitted, mean_update_error, unused_note
     from shufl.accounting.search import say_search
-    from shufl.shuffler import message_length, usual_sealing
+    from shufl.protocol.validation import choice
+    from shufl.shuffler import most_parameters, usual_sealing
+    from shufl.simulator.grid.plans import SETTINGS, candidates, find_plans
 
-    say_search(asked)
-    plan = fitted(asked)
-    blankets, of_sums = plan.shuffler_blankets, plan.mixing == "sum"
-    reports = plan.users if of_sums else plan.users * plan.check_in_rate + blankets
-    about = plan.mixing, usual_sealing(plan.mixing)
-    report_bytes = None if dimension is None else message_length(dimension, *about)
-    if note := unused_note(asked, plan):
+    with options.failing(ValueError, OSError):
+        asked = _asked(given, accountant)
+        if dataset is not None:
+            choice("--dataset", dataset, tuple(SETTINGS))
+            if dimension is not None:
+                raise ValueError("give either --dataset or --dimension, the model's parameters")
+        setting = None if dataset is None else SETTINGS[dataset]
+        if write is not None:
+            if setting is None:
+                raise ValueError("--write needs --dataset")
+            options.check_file("--write", write)
+            from shufl.learning.data.partition import check_enough  # which needs torch
+
+            check_enough(setting.records, asked.users, "iid")  # else the file could not be run
+        size = setting.dimension if setting else dimension or asked.categories
+        if size and size > (most := most_parameters(usual_sealing(asked.mixing), asked.mixing)):
+            raise ValueError(f"--dimension must be at most {most}, as a report holds, got {size}")
+        tried = candidates(asked, size, device_megabytes)
+        say_search(asked)
+        rows = find_plans(tried, size, setting)
+        text = "" if setting is None else setting.configuration(rows[0])
+    first = rows[0]["privacy"]
+    options.warn_of_delta(first["check_in_rate"], first["rounds"], first["delta"])
+    if note := next((row["unused"] for row in rows if row["unused"]), None):
         typer.echo(f"warning: {note}", err=True)
-    if plan.rounds:
-        options.warn_of_delta(plan, plan.rounds)
-    return {
-        "n": plan.users,
-        "gamma": plan.check_in_rate,
-        "noise": plan.mechanism.noise_multiplier,
-        "blankets": blankets,
-        "central-noise": plan.central_noise if of_sums else None,
-        "rounds": plan.rounds,
-        "delta": plan.delta,
-        "adjacency": plan.adjacency,
-        "accountant": plan.accountant,
-        "target_epsilon": plan.target_epsilon,
-        "mechanism": plan.mechanism.name,
-        "participation": plan.participation,
-        "epsilon": plan.epsilon(),
-        "dimension": dimension,
-        "mean_update_error": mean_update_error(plan, math.inf if dimension is None else dimension),
-        "reports_a_round": reports,
-        "bytes_a_round": None if report_bytes is None else reports * report_bytes,
-    }
+    if json:
+        options.print_json({"plans": rows})
+    else:
+        _print_plans(asked, rows)
+    if write is not None:  # last, so that the plans are not lost where the disk is full
+        write.write_text(text, encoding="utf-8")
+        if not json:
+            typer.echo(f"written: {write}, the first plan; shufl run {write}")
+
+
+def _asked(given: dict[str, Any], accountant: str | None) -> OpenPlan:
+    """The plan that is asked for; refuses one of which no search finds what is left out."""
+    from shufl.accounting import ACCOUNTANTS
+    from shufl.accounting.search import example_of
+
+    usual = "sum-central" if given.get("mixing") == "sum" else "blanket"
+    asked = options.open_plan(given | {"accountant": accountant or usual})
+    if asked.target_epsilon is None:
+        raise ValueError("--target-epsilon is missing")
+    if "shuffler_blankets" not in given and ACCOUNTANTS[asked.accountant].counts_on_blankets:
+        asked = asked.replace(shuffler_blankets="least-error")
+    if not asked.open:
+        raise ValueError("nothing is left out; shufl account says what a whole plan costs")
+    if len(asked.open) > 1 and _NOISE.keys().isdisjoint(asked.open):
+        flags = ", ".join(map(options.flag_of, asked.open))
+        raise ValueError(f"beside the noise give all but one of {flags}; or leave out the noise")
+    example_of(asked)
+    return asked
+
+
+def _print_plans(asked: OpenPlan, rows: list[dict[str, Any]]) -> None:
+    """The plans, a row for each, the best first."""
+    from shufl.accounting import ACCOUNTANTS
+
+    pairs = ACCOUNTANTS[asked.accountant].holds_for
+    title = f"n = {asked.users}, ε ≤ {asked.target_epsilon:g} by {asked.accountant}, for {pairs}, "
+    table = Table(title=title + f"δ = {rounded_up(asked.delta)}", title_justify="left")
+    of_sums, predicts = asked.mixing == "sum", "accuracy" in rows[0]
+    noises = [name for name in _NOISE if rows[0]["privacy"].get(name)]
+    heads = ["γ", "rounds", *(_NOISE[name] for name in noises), *([] if of_sums else ["λ"])]
+    heads += ["ε", "error", "a device sends", "shuffler a round", *(["accuracy"] * predicts)]
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        values, accuracy = row["privacy"], row.get("accuracy")
+        traffic = row["device_bytes"], row["shuffler_bytes"]
+        table.add_row(
+            rounded_down(values["check_in_rate"]),
+            str(values["rounds"]),
+            *(rounded_up(values[name]) for name in noises),
+            *([] if of_sums else [str(math.ceil(values["shuffler_blankets"]))]),
+            rounded_up(row["epsilon"]),
+            f"{row['run_error']:.2e}",
+            *("–" if size is None else decimal(int(size)) for size in traffic),
+            *(["–" if accuracy is None else f"{accuracy:.1%}"] if predicts else []),
+        )
+    Console().print(table)
+    typer.echo(_WITH_SUMS if of_sums else _WITH_COVER if asked.cover else _WITHOUT_COVER)
+    if predicts:
+        typer.echo("accuracy is approximate; –: with more error than was ever tried")
+
+
+_WITH_SUMS = (
+    "all users send in every round, a node of several users one message for them; no report can be "
+    "looked at, and one cheating node can spoil a round"
+)
+_WITH_COVER = "all users send in every round, those who did not check in an empty report"
+_WITHOUT_COVER = (
+    "ε holds where nobody sees who sends in a round; on real machines that takes --cover, with "
+    "which all users send in every round"
+)

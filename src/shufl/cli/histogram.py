@@ -14,7 +14,6 @@ import typer
 from rich.table import Table
 
 from shufl.cli import options
-from shufl.cli.options import needed
 from shufl.learning.data.users import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
@@ -26,12 +25,15 @@ if TYPE_CHECKING:
     from shufl.accounting import PrivacyPlan
     from shufl.simulator.histogram import Histogram
 
+_VALUES = "target_epsilon", "delta", "check_in_rate", "local_epsilon"
 _OTHER = "other"
 _EMPTY = '""'  # how the empty value is named and shown
 _MOST_SHOWN = 60
 
 
+@options.plan_options(*_VALUES, found=["local_epsilon"], check_in_rate=1.0, delta="1/n")
 def histogram_command(
+    given: dict[str, Any],
     source: Annotated[
         Path,
         typer.Argument(help="A CSV file, or the folder of a run of mechanism randomised-response."),
@@ -54,16 +56,9 @@ def histogram_command(
     other: Annotated[
         bool, typer.Option("--other", help=f"One more category, {_OTHER}, for any other value.")
     ] = False,
-    epsilon: Annotated[float | None, typer.Option(help="The budget ε.")] = None,
-    delta: options.Delta = "1/n",
-    gamma: Annotated[float, typer.Option(help="Check-in rate γ in (0, 1].")] = 1.0,
     accountant: Annotated[
         str, typer.Option(help="blanket, crowd (no blankets) or local (no shuffler).")
     ] = "blanket",
-    local_epsilon: Annotated[
-        float | None,
-        typer.Option(help="ε₀ in [1e-9, 20] of each report. Default: the best one."),
-    ] = None,
     consistent: Annotated[
         bool, typer.Option("--consistent", help="Make the shares sum to 1, none below 0.")
     ] = False,
@@ -95,19 +90,17 @@ def histogram_command(
             out = out or source
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
-            names = needed("--categories", _categories(categories, other))
-            about = needed("--column", column), names, other, user_column, seed
+            names = _needed("--categories", _categories(categories, other))
+            about = _needed("--column", column), names, other, user_column, seed
+            _needed("--target-epsilon", given.get("target_epsilon"))
             counts, true, rows_there = count_column(source, *about)
             users = int(counts.sum())
             by = f"each of {spaced(rows_there)} rows is taken for one person"
             if user_column is not None:
                 by = f"by column {user_column}: one of each one's rows counts, at random, of "
                 by += f"{spaced(rows_there)} in all"
-            budget = needed("--epsilon", epsilon), options.number(delta)
             with options.naming_flags():
-                plan, note = plan_for(
-                    users, len(names), *budget, gamma, cast(Any, accountant), local_epsilon
-                )
+                plan, note = plan_for(users, len(names), **given, accountant=cast(Any, accountant))
             found = simulate(counts, plan, seed, one_each=user_column is None)
         found = found.consistent() if consistent else found
         rows = epsilon_rows(epsilon_table(plan, 1, too_few))
@@ -124,7 +117,8 @@ def histogram_command(
         typer.echo(f"warning: {note}", err=True)
     if json:
         options.print_json(
-            {"histogram": told, "users_by": by, "plan": plan.model_dump(), "epsilon": rows}
+            {"histogram": told, "users_by": by, "users": plan.users, "privacy": plan.section()}
+            | {"epsilon": rows}
         )
         return
     console = Console()
@@ -138,6 +132,13 @@ def histogram_command(
             console.print(line, soft_wrap=True)
     if out is not None:
         console.print(f"written: {out / 'histogram.csv'} and .png", soft_wrap=True)
+
+
+def _needed(option: str, value: Any) -> Any:
+    """The value of an option that must be given."""
+    if value is None:
+        raise ValueError(f"{option} is missing")
+    return value
 
 
 def _categories(text: str | None, other: bool) -> list[str] | None:

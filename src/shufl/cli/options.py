@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,148 +13,129 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import click
 import typer
 from click.core import ParameterSource
-from pydantic_core import to_json
+from pydantic import Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_json
 
+from shufl.protocol.plan_fields import Privacy, Users
 from shufl.protocol.text import one_line
+from shufl.protocol.validation import words_of
 
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan, PrivacyPlan
 
-Users = Annotated[int | None, typer.Option("--n", help="Eligible users n.")]
-Rate = Annotated[float | None, typer.Option("--gamma", help="Check-in rate γ in (0, 1].")]
-Noise = Annotated[float | None, typer.Option("--noise", help="Noise multiplier z.")]
-Mechanism = Annotated[
-    str, typer.Option("--mechanism", help="How a report is made: gaussian or ldp-sgd.")
-]
-Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds T.")]
-Delta = Annotated[str, typer.Option("--delta", help='δ in (0, 1), or "1/n".')]
-Adjacency = Annotated[str, typer.Option("--adjacency", help="replace or zero-out.")]
-Participation = Annotated[
-    str,
-    typer.Option(
-        "--participation",
-        help="check-in, by a coin in each round, or allocation, once in every 1/γ rounds.",
-    ),
-]
-Mixing = Annotated[
-    str,
-    typer.Option("--mixing", help="shuffle: reports in random order; sum: only their sum."),
-]
-CentralNoise = Annotated[
-    float | None,
-    typer.Option(
-        "--central-noise", help="With --mixing sum: noise σ of shuffler and server, in clip norms."
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Blankets = Annotated[
-    float,
-    typer.Option("--blankets", help="Expected blankets λ that the shuffler adds to each round."),
-]
+
+PLAN = (
+    *("users", "check_in_rate", "noise_multiplier", "shuffler_blankets", "rounds", "delta"),
+    *("adjacency", "mechanism", "categories", "local_epsilon", "participation", "mixing"),
+    "central_noise",
+)
+"""The values that decide what a plan costs."""
+
+_USERS: Any = Annotated[Users, Field(title="n, the eligible users")]
+_VALUES = {"users": FieldInfo.from_annotation(_USERS), **Privacy.model_fields}
 
 
-def needed(option: str, value: Any) -> Any:
-    """The value of an option that must be given."""
-    if value is None:
-        raise ValueError(f"{option} is missing")
-    return value
+def plan_options(
+    *names: str, found: Collection[str] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command an option for each of these values of a plan, named as a configuration does.
+
+    The command's first argument is a dictionary of the values that were given, and of `defaults`.
+    The help says of each value in `found` that the command finds it.
+    """
+
+    def option_of(name: str) -> inspect.Parameter:
+        field, flags = _VALUES[name], [flag_of(name), *(["-n"] if name == "users" else [])]
+        says = field.title or name
+        if field.annotation is bool:
+            annotation: Any = Annotated[bool | None, typer.Option(*flags, help=f"{says}.")]
+        else:
+            says += f": {_sayable(field.description or words_of(field.annotation))}."
+            if name in found:
+                says += " Left out: it is found."
+            elif (default := defaults.get(name, field.default)) not in (None, PydanticUndefined):
+                says += f" Default: {default}."
+            option = typer.Option(*flags, help=says, parser=_value, metavar="VALUE")
+            annotation = Annotated[str | None, option]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, keyword, default=None, annotation=annotation)
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def called(**options: Any) -> None:
+            given = {name: options.pop(name) for name in names}
+            given = {name: value for name, value in given.items() if value is not None}
+            command(defaults | given, **options)
+
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [*map(option_of, names), *own]
+        called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        )
+        called.__annotations__ = {each.name: each.annotation for each in parameters}
+        return called
+
+    return decorated
 
 
-_FLAGS = {
-    "users": "n",
-    "check_in_rate": "gamma",
-    "noise_multiplier": "noise",
-    "shuffler_blankets": "blankets",
-    "target_epsilon": "epsilon",
-}
+def _value(text: str) -> Any:
+    """The number that an option says, or else its text; whether it fits is the plan's to say."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def flag_of(name: str) -> str:
-    """The option of this command that gives a plan's value."""
-    here = click.get_current_context().params
-    return f"--{name if name in here else _FLAGS.get(name, name)}".replace("_", "-")
+    """The option that gives a plan's value."""
+    return f"--{name}".replace("_", "-")
+
+
+def _sayable(words: str) -> str:
+    """What a value may be, without what an option cannot say."""
+    return words.replace('"least-error" or ', "", 1).replace(" or left out", "", 1)
 
 
 @contextmanager
 def naming_flags() -> Iterator[None]:
     """Lets a mistake in a plan's value name the option that gave it."""
-    from shufl.accounting import OpenPlan
-
     try:
         yield
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        if name not in OpenPlan.model_fields:
+        if name not in _VALUES:
             raise
-        for other in ('"least-error" or ', " or left out"):  # what an option cannot say
-            rest = rest.replace(other, "", 1)
-        raise ValueError(f"{flag_of(name)} {rest}") from None
+        raise ValueError(f"{flag_of(name)} {_sayable(rest)}") from None
 
 
-def open_plan(
-    n: int | None,
-    gamma: float | None,
-    noise: float | None,
-    rounds: int | None,
-    delta: str,
-    adjacency: str,
-    blankets: float | str,
-    mechanism: str = "gaussian",
-    participation: str = "check-in",
-    mixing: str = "shuffle",
-    central_noise: float | None = None,
-    **others: Any,
-) -> OpenPlan:
-    """The plan of these options, open where they are None; a mistake names its option."""
+def open_plan(given: dict[str, Any]) -> OpenPlan:
+    """The plan of the options that were given; all others are open, or have their defaults."""
     from shufl.accounting import OpenPlan
-    from shufl.protocol.mechanisms import MECHANISMS
-    from shufl.protocol.validation import choice
 
-    choice("--mechanism", mechanism, tuple(MECHANISMS))
-    if mixing == "sum":
-        others = {"cover": True} | others
-        alone = others.get("accountant") in (None, "sum-central")
-        noise = 0.0 if alone and noise is None and central_noise is not None else noise
-    values = {
-        "users": n,
-        "check_in_rate": gamma,
-        "noise_multiplier": noise,
-        "rounds": rounds,
-        "delta": number(delta),
-        "adjacency": adjacency,
-        "shuffler_blankets": blankets,
-        "mechanism": mechanism,
-        "participation": participation,
-        "mixing": mixing,
-        "central_noise": central_noise,
-    }
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    cover = {"cover": True} if given.get("mixing") == "sum" else {}
     with naming_flags():
-        return OpenPlan(**given, **others)
+        return OpenPlan(**cover | given)
 
 
-def whole_plan(*given: Any) -> PrivacyPlan:
-    """The plan of the same options, unchecked, for a command that leaves none open."""
-    plan = open_plan(*given)
+def whole_plan(given: dict[str, Any]) -> PrivacyPlan:
+    """The plan of these options, unchecked, for a command that leaves none open."""
+    if given.get("mixing") == "sum" and "central_noise" in given:
+        given = {"accountant": "sum-central"} | given  # the users need no noise
+    plan = open_plan(given)
     for name in plan.open:
-        raise ValueError(f"{flag_of(name)} is missing")
+        raise ValueError(f"{flag_of(name)} is missing; shufl calibrate finds what is left out")
     return plan.closed()
 
 
-def number(text: str) -> Any:
-    """The value of --delta, if it is a number; whether it fits is the plan's to say."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def warn_of_delta(plan: PrivacyPlan, rounds: int) -> None:
+def warn_of_delta(check_in_rate: float, rounds: int, delta: float) -> None:
     """Prints a line where δ is too large to promise much, or too small for a plan."""
     from shufl.accounting import ideal_note, participation_note
 
-    rate, delta = plan.check_in_rate, plan.delta
-    for note in (participation_note(rate, rounds, delta), ideal_note(rounds, delta)):
+    for note in (participation_note(check_in_rate, rounds, delta), ideal_note(rounds, delta)):
         if note:
             typer.echo(f"warning: {note}", err=True)
 
@@ -215,8 +198,23 @@ def print_error(error: BaseException) -> None:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, click.ClickException):
-        text = error.format_message()
+        text = _named_now(error.format_message())
     typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
+
+
+_NAMED_NOW = {
+    **{"plan": "calibrate", "compare": "account"},
+    **{"--n": "--users", "--gamma": "--check-in-rate", "--noise": "--noise-multiplier"},
+    **{"--blankets": "--shuffler-blankets", "--epsilon": "--target-epsilon"},
+}
+"""Commands and options of 0.1.0, and what they are called now."""
+
+
+def _named_now(said: str) -> str:
+    """What is wrong with a command; of a former name, what it is called now."""
+    words = [word.strip("'.") for word in said.split()] if said.startswith("No such ") else []
+    old = next((word for word in words if word in _NAMED_NOW), None)
+    return f"{old} is called {_NAMED_NOW[old]} now" if old else said
 
 
 _EXTRAS = {

@@ -1,0 +1,390 @@
+"""`shufl calibrate`: plans keep their ε, by accountants that had no part in finding them."""
+
+import itertools
+import json
+import math
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from nights import by_night
+from rounds import check_in
+from shufl.accounting import make_accountant
+from shufl.cli.__main__ import app
+from shufl.learning.config import load
+from shufl.learning.configured import plan_of as plan_of_config
+from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
+from shufl.protocol.text import rounded_up
+from shufl.shuffler import report_length, sealed_length
+
+SMALL = "-n 1000 --check-in-rate 0.3 --delta 1e-5"
+COMPARED = "-n 3000 --target-epsilon 1.5 --delta 1e-6"
+
+
+def shufl(command):
+    return CliRunner().invoke(app, ["calibrate", *command.split()])
+
+
+def plan_of(command):
+    """The only plan that is found."""
+    (found,) = json.loads(shufl(f"{command} --json").stdout)["plans"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "accountant",
+    [
+        "rdp",
+        "local",
+        pytest.param("theorem3", marks=pytest.mark.slow),
+        *by_night("blanket"),
+    ],
+)
+def test_calibrated_noise_is_within_the_target_and_nearly_least(accountant):
+    command = f"{SMALL} --shuffler-blankets 99 --rounds 20 --target-epsilon 15"
+    found = plan_of(f"{command} --accountant {accountant}")
+    noise = found["privacy"]["noise_multiplier"]
+    assert found["epsilon"] <= 15
+
+    def epsilon(noise):
+        event = check_in(1000, 0.3, noise, 99.0)
+        return make_accountant(accountant).compose(event, 20).get_epsilon(1e-5)
+
+    assert epsilon(noise) <= 15
+    # Chords between other places make ε of `blanket` uneven by some tenths of a percent.
+    assert epsilon(noise * (0.98 if accountant == "blanket" else 0.997)) > 15
+
+
+def test_calibrated_noise_is_printed_as_no_less_than_it_is():
+    command = "-n 10 --check-in-rate 1 --delta 1e-5 --rounds 50 --target-epsilon 10"
+    command += " --accountant local"
+    found = plan_of(command)["privacy"]["noise_multiplier"]
+    (printed,) = re.findall(r"│ +1 │ +50 │ +([\d.]+) │ +0 │", shufl(command).stdout)
+    assert found <= float(printed) < found * 1.001
+    assert f"{found:.4g}" != printed  # the nearest is less
+
+
+def test_calibrated_rounds_are_the_most():
+    command = f"{SMALL} --noise-multiplier 3 --target-epsilon 2 --accountant rdp"
+    rounds = plan_of(command)["privacy"]["rounds"]
+    event = check_in(1000, 0.3, 3.0)
+
+    def epsilon(count):
+        return make_accountant("rdp").compose(event, count).get_epsilon(1e-5)
+
+    assert epsilon(rounds) <= 2 < epsilon(rounds + 1)
+
+
+def test_not_one_round_within_the_target_is_a_mistake():
+    result = shufl(f"{SMALL} --noise-multiplier 3 --target-epsilon 0.01 --accountant local")
+    assert result.exit_code == 2
+    assert result.stderr == "error: not one round is within epsilon 0.01\n"
+
+
+def test_rounds_of_which_no_more_are_tried_are_warned_of():
+    result = shufl(
+        f"{SMALL} --noise-multiplier 1000 --target-epsilon 1e5 --accountant local --json"
+    )
+    assert json.loads(result.stdout)["plans"][0]["privacy"]["rounds"] == 10**6
+    assert result.stderr.endswith("the search goes no further than rounds = 1000000\n")
+
+
+def test_a_sum_that_needs_no_noise_says_so():
+    sums = "--mixing sum --noise-multiplier 0 --rounds 1 --json"
+    result = shufl(f"-n 10000 --check-in-rate 1e-6 --delta 1e-5 --target-epsilon 1 {sums}")
+    found = json.loads(result.stdout)["plans"][0]["privacy"]
+    assert (found["central_noise"], found["accountant"]) == (1e-6, "sum-central")
+    assert "the search goes no further than central_noise = 1e-06\n" in result.stderr
+
+
+def test_calibrated_rate_is_nearly_the_largest():
+    command = "-n 1000 --delta 1e-5 --noise-multiplier 3 --rounds 100 --target-epsilon 0.6"
+    rate = plan_of(f"{command} --accountant rdp")["privacy"]["check_in_rate"]
+
+    def epsilon(rate):
+        event = check_in(1000, rate, 3.0)
+        return make_accountant("rdp").compose(event, 100).get_epsilon(1e-5)
+
+    assert epsilon(rate) <= 0.6 < epsilon(min(1.0, rate * 1.003))
+
+
+UNUSED = "the target is not used up: ε is "
+
+
+ALONE = "-n 1000 --accountant local"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "edge"),
+    [
+        (f"{ALONE} --check-in-rate 1 --rounds 5 --target-epsilon 9e4", "noise_multiplier = 0.2"),
+        (f"{ALONE} --noise-multiplier 9 --rounds 5 --target-epsilon 50", "check_in_rate = 1"),
+        ("-n 1000 --noise-multiplier 9 --check-in-rate 1 --rounds 1 --target-epsilon 50",
+         "shuffler_blankets = 0.1"),
+        (f"{ALONE} --check-in-rate 1 --rounds 5 --mechanism ldp-sgd --target-epsilon 9e4",
+         "noise_multiplier = 1.254"),
+        (f"{ALONE} --check-in-rate 1 --rounds 5 --target-epsilon 9", None),
+        (f"{ALONE} --noise-multiplier 2 --rounds 5 --target-epsilon 4", None),
+        (f"{ALONE} --noise-multiplier 9 --check-in-rate 1 --target-epsilon 1.2", None),
+        *by_night(("-n 1000 --check-in-rate 1 --rounds 1 --target-epsilon 9e4",
+                   "noise_multiplier = 0.2, shuffler_blankets = 0.1")),
+    ],
+)  # fmt: skip
+def test_a_target_that_is_not_used_up_is_told_in_one_line(command, edge):
+    result = shufl(f"{command} --delta 1e-5 --json")
+    (found,), told = json.loads(result.stdout)["plans"], result.stderr.splitlines()
+    target = found["privacy"]["target_epsilon"]
+    assert found["epsilon"] <= target
+    told = [line for line in told if "promises little" not in line]
+    if edge is None:
+        assert not told
+    else:
+        assert found["epsilon"] < 0.99 * target
+        (line,) = told
+        assert f": {UNUSED}{rounded_up(found['epsilon'])} of " in line
+        assert line.endswith(f"and the search goes no further than {edge}")
+
+
+def test_the_error_of_calibrated_noise_allows_for_the_blankets():
+    command = f"{SMALL} --rounds 20 --target-epsilon 15 --accountant local"
+    found = plan_of(f"{command} --shuffler-blankets 150 --dimension 10")
+    assert found["privacy"]["shuffler_blankets"] == 150
+    noise = found["privacy"]["noise_multiplier"]
+    event = check_in(1000, 0.3, noise, 150.0)
+    assert make_accountant("local").compose(event, 20).get_epsilon(1e-5) == found["epsilon"] <= 15
+    expected = math.sqrt((noise**2 * (1 + 150 / 300) + 0.7 / 10) / 300)
+    assert found["mean_update_error"] == pytest.approx(expected)
+    many = plan_of(command)
+    assert many["privacy"]["shuffler_blankets"] == 0
+    assert many["privacy"]["noise_multiplier"] == noise
+    assert many["mean_update_error"] == pytest.approx(noise / math.sqrt(300))
+
+
+def test_reports_and_bytes_of_a_round_are_those_of_the_users_and_the_blankets():
+    command = f"{SMALL} --rounds 20 --target-epsilon 15 --accountant local"
+    command += " --shuffler-blankets 150"
+    found = plan_of(f"{command} --dimension 10")
+    assert found["reports_a_round"] == pytest.approx(1000 * 0.3 + 150)
+    report = sealed_length(report_length(10))
+    assert report > 10 * 4
+    assert found["shuffler_bytes"] == pytest.approx(450 * report)
+    assert found["device_bytes"] == pytest.approx(20 * 0.3 * report)
+    covered = plan_of(f"{command} --dimension 10 --cover")
+    assert covered["shuffler_bytes"] == pytest.approx(1150 * report)
+    assert covered["device_bytes"] == 20 * report
+    unknown = plan_of(command)
+    assert unknown["device_bytes"] is None and unknown["shuffler_bytes"] is None
+    assert shufl(command).stdout.count("–") == 2
+
+
+@pytest.mark.slow
+def test_calibrated_blankets_are_nearly_the_fewest():
+    found = plan_of(f"{SMALL} --rounds 20 --target-epsilon 2 --noise-multiplier 1")
+    assert found["privacy"]["accountant"] == "blanket"
+    blankets = found["privacy"]["shuffler_blankets"]
+
+    def epsilon(blankets):
+        event = check_in(1000, 0.3, 1.0, blankets)
+        return make_accountant("blanket").compose(event, 20).get_epsilon(1e-5)
+
+    assert found["privacy"]["noise_multiplier"] == 1.0
+    assert epsilon(blankets) == found["epsilon"] <= 2 < epsilon(blankets * 0.997)
+
+
+@pytest.mark.slow
+def test_noise_and_blankets_of_least_error_reach_the_headline():
+    result = shufl("-n 60000 --check-in-rate 0.1 --rounds 5540 --target-epsilon 1 --json")
+    assert result.stderr == ""
+    (found,) = json.loads(result.stdout)["plans"]
+    noise, blankets = (found["privacy"][name] for name in ("noise_multiplier", "shuffler_blankets"))
+    event = check_in(60_000, 0.1, noise, blankets)
+    assert make_accountant("blanket").compose(event, 5540).get_epsilon(1 / 60_000) <= 1
+    assert found["epsilon"] <= 1
+    error = noise * math.sqrt((6000 + blankets) / 6000**2)
+    assert found["mean_update_error"] == pytest.approx(error)
+    assert error <= 0.0151
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{SMALL} --rounds 20 --target-epsilon 15 --accountant local",
+        f"{SMALL} --rounds 20 --noise-multiplier 1 --target-epsilon 15 --adjacency zero-out",
+        f"{SMALL} --rounds 9 --target-epsilon 15 --accountant local --mechanism ldp-sgd --cover",
+        f"{SMALL} --rounds 20 --target-epsilon 1 --mixing sum",
+        f"{SMALL} --rounds 20 --target-epsilon 1 --mixing sum --accountant sum-distributed",
+        "-n 1000 --check-in-rate 0.25 --noise-multiplier 2 --shuffler-blankets 99 "
+        "--target-epsilon 1 --delta 1e-5 --participation allocation",
+        "-n 1000 --check-in-rate 1 --rounds 1 --target-epsilon 1 --delta 1e-5 "
+        "--mechanism randomised-response --categories 4",
+    ],
+)
+def test_what_is_found_is_the_section_of_a_configuration(command):
+    found = plan_of(command)
+    of_categories = "categories" in found["privacy"]
+    changes = {"privacy": found["privacy"], "data.users": found["users"]}
+    config = load("histogram" if of_categories else "quickstart", changes)
+    decided, plan, _ = plan_of_config(config)
+    assert decided == config  # nothing was open
+    assert plan.users == 1000 and plan.section() == found["privacy"]
+    assert plan.epsilon() == found["epsilon"] <= plan.target_epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        ("--device-megabytes 0.04", {(0.3, 100), (0.1, 100), (0.1, 300)}),
+        ("--rounds 100 --device-megabytes 0.04", {(0.3, 100), (0.1, 100)}),
+        *by_night(("", set(itertools.product((1.0, 0.3, 0.1), (100, 300, 1000, 4000))))),
+    ],
+    ids=["little", "less", "all"],
+)
+def test_every_plan_keeps_the_target_and_the_first_has_the_least_error(most, expected):
+    result = shufl(f"{COMPARED} --dimension 500 --json {most}")
+    assert (result.exit_code, result.stderr) == (0, "")
+    plans = json.loads(result.stdout)["plans"]
+    found = [plan["privacy"] for plan in plans]
+    assert {(plan["check_in_rate"], plan["rounds"]) for plan in found} == expected
+    errors = [plan["run_error"] for plan in plans]
+    assert errors == sorted(errors)
+    for row, plan in zip(plans, found, strict=True):
+        mechanism = GaussianMechanism(noise_multiplier=plan["noise_multiplier"])
+        event = Shuffled(3000, CheckIn(plan["check_in_rate"]), mechanism, plan["shuffler_blankets"])
+        spent = make_accountant("blanket").compose(event, plan["rounds"]).get_epsilon(1e-6)
+        assert 1.5 * 0.98 < spent <= 1.5
+        assert row["epsilon"] == pytest.approx(spent, rel=1e-9)
+        assert "accuracy" not in row and "learning_rate" not in row
+
+
+# By day the configuration that is written with --cover, below.
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("dataset", ["mnist", "fashion-mnist"])
+def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
+    path = tmp_path / "plan.toml"
+    result = shufl(f"{COMPARED} --dataset {dataset} --write {path} --device-megabytes 80")
+    assert result.exit_code == 0, result.output
+    assert "–: with more error than was ever tried" in result.stdout
+    assert re.search(r"┃ +accuracy ┃$", result.stdout, re.M)
+    config = load(str(path))
+    assert (config.name, config.data.dataset, config.data.users) == (
+        f"{dataset}-plan",
+        dataset,
+        3000,
+    )
+    assert (config.privacy.target_epsilon, config.privacy.delta) == (1.5, 1e-6)
+    assert (config.privacy.accountant, config.privacy.check_in_rate) == ("blanket", 1.0)
+    assert config.privacy.rounds == 1000 and config.privacy.shuffler_blankets > 100
+    assert "95.4 MB" not in result.stdout and "79.5 MB" in result.stdout
+    privacy, crowd = config.privacy, 3000 + config.privacy.shuffler_blankets
+    sigma = privacy.noise_multiplier * math.sqrt(crowd) / 3000
+    assert config.training.learning_rate == pytest.approx(2.5e-4 / sigma, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy():
+    result = shufl(f"{COMPARED} --dimension 62 --device-megabytes 0.003")
+    assert result.exit_code == 0, result.output
+    assert "accuracy" not in result.stdout
+    least = 62 * 2 * 10  # bytes: 16-bit integers, and ten reports expected at γ = 0.1 in 100 rounds
+    sizes = map(float, re.findall(r"│ +([\d.]+) kB │ +[\d.]+ [kM]B │$", result.stdout, re.M))
+    assert [1e3 * size > least for size in sizes] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_with_cover_every_user_sends_in_every_round(tmp_path):
+    path, megabytes = tmp_path / "plan.toml", 100 * 39_700 * 2 / 1e6
+    asked = f"{COMPARED} --dataset mnist --device-megabytes {1.01 * megabytes} --cover"
+    result = shufl(f"{asked} --json --write {path}")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["plans"]
+    found = [row["privacy"] for row in rows]
+    assert [plan["rounds"] for plan in found] == [100] * 3  # 300 are too many at any rate
+    assert [plan["check_in_rate"] for plan in found] == [1.0, 0.3, 0.1]
+    length = rows[0]["device_bytes"] / 100
+    assert 2 * 39_700 < length < 2 * 39_700 + 200
+    for row, plan in zip(rows, found, strict=True):
+        assert row["device_bytes"] == 100 * length
+        stored = (3000 + plan["shuffler_blankets"]) * length
+        assert row["shuffler_bytes"] == pytest.approx(stored)
+    config = load(str(path))
+    assert (config.name, config.data.dataset, config.data.users) == ("mnist-plan", "mnist", 3000)
+    assert config.privacy.model_dump(exclude_none=True) == found[0]
+    assert config.privacy.cover
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_plan_of_those_compared_that_does_not_use_up_its_target_is_told_in_one_line():
+    few = "-n 2000 --delta 1e-5 --dimension 10 --device-megabytes 0.0012"
+    (line,) = shufl(f"{few} --target-epsilon 990").stderr.splitlines()
+    assert line.startswith(f"warning: 100 rounds at γ = 0.1: {UNUSED}")
+
+
+OTHERS = "--target-epsilon 1 -n 9 --check-in-rate 1"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("-n 9 --check-in-rate 1", "--target-epsilon is missing"),
+        ("--target-epsilon 1 --rounds 3", "--users is missing: a whole number from 1 to 10^12"),
+        *[
+            (f"-n 9 --target-epsilon {epsilon}", f"must be a number above 0, got {shown}")
+            for epsilon, shown in [("0", "0"), ("inf", "inf"), ("nan", "nan"), ("one", "'one'")]
+        ],
+        (f"{OTHERS} --noise-multiplier 1 --accountant x", "--accountant must be one of theorem3, "),
+        (f"{OTHERS} --shuffler-blankets nan", "a number from 0 to 10^7, got nan"),
+        (
+            f"{OTHERS} --noise-multiplier 1 --shuffler-blankets 2 --rounds 3",
+            "nothing is left out; shufl account says what a whole plan costs",
+        ),
+        (
+            f"{OTHERS} --noise-multiplier 1",
+            "beside the noise give all but one of --shuffler-blankets, --rounds; or leave out the",
+        ),
+        (
+            f"{OTHERS} --rounds 2 --shuffler-blankets 0",
+            "accountant of gaussian rounds without shuffler blankets must be 'theorem3' or 'rdp'",
+        ),
+        (
+            f"{OTHERS} --rounds 2 --mechanism ldp-sgd --accountant theorem3",
+            "accountant of ldp-sgd rounds without shuffler blankets must be",
+        ),
+        (
+            f"{OTHERS} --rounds 2 --device-megabytes 1",
+            "--device-megabytes goes with plans that are compared",
+        ),
+        (f"{COMPARED} --dataset imagenet", "--dataset must be 'mnist' or 'fashion-mnist', got 'im"),
+        (COMPARED, "give either --dataset or --dimension, the model's parameters"),
+        (f"{COMPARED} --dataset mnist --dimension 5", "give either --dataset or --dimension, the"),
+        (f"{COMPARED} --dimension 33554401", "--dimension must be at most 33554400, as a report"),
+        (f"{COMPARED} --dimension 5 --write x.toml", "--write needs --dataset"),
+        *[
+            (
+                f"{COMPARED} --dimension {size} --device-megabytes {megabytes}",
+                f"--device-megabytes must be at least {least}",
+            )
+            for size, megabytes, least in [(5, "nan", "0.000"), (500, "0.01", "0.0106")]
+        ],
+        (
+            f"{COMPARED} --dataset mnist --write x.toml -n 60001",
+            "data.users must lie in [1, 60000] (60000 training records, ",
+        ),
+        *[
+            (f"{COMPARED} --dataset mnist --write {path}", "--write must be a file in a folder")
+            for path in ("nodir/x.toml", ".")
+        ],
+        (f"{COMPARED} -n 0 --dimension 5", "--users must be a whole number from 1 to 10^12, got 0"),
+        (f"{COMPARED} --dimension 5 --delta 2", "--delta must be a number in (0, 1), got 2"),
+    ],
+)
+def test_a_mistake_is_one_line(command, message):
+    result = shufl(command)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
