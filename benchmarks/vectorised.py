@@ -42,12 +42,12 @@ from rich.table import Table
 from torch.nn import functional
 
 from shufl.learning.config import Config, load
-from shufl.learning.trial import exact_float32
+from shufl.learning.model_trial import exact_float32
 from shufl.protocol.console import Console
 from shufl.protocol.mechanisms import SeededRandomness
 from shufl.results.experiment import Experiment, prepare
-from shufl.results.rows import read_rows
 from shufl.results.run import Run
+from shufl.results.run_folder import read_rows
 from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 

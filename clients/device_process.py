@@ -29,7 +29,7 @@ from shufl.clients.device import RoundRefused
 from shufl.clients.device_node import DeviceNode
 from shufl.clients.relay import SERVICE
 from shufl.clients.settings import ClientSettings
-from shufl.learning.trained import sent
+from shufl.learning.parameters import sent
 from shufl.protocol.text import one_line
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import tomli_w
 
 from shufl.deploy.acts import LOG_FILE, note
 from shufl.deploy.plan import Deployment
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.shuffler.callers import Role, fingerprint_of
 from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from, replace_file
 

@@ -34,9 +34,10 @@ from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.sites import ServerSite
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
-from shufl.learning.section import ConfigError, is_carried
+from shufl.learning.your_code import is_carried
 from shufl.protocol.plan import AccountantName
 from shufl.protocol.rounding import rounded_down
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import replace_file

@@ -29,7 +29,7 @@ from shufl.deploy.provision import provision
 from shufl.deploy.register import register
 from shufl.deploy.submit import run_on
 from shufl.learning.config import load
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
 from shufl.shuffler.keys import Request, make_flower_key
 

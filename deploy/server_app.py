@@ -36,13 +36,14 @@ from shufl.deploy.sites import (
 from shufl.learning.config import Config
 from shufl.learning.configured import check_model_size
 from shufl.learning.data.features import check_digest
-from shufl.learning.section import ConfigError, make_importable, one_line
+from shufl.learning.your_code import make_importable, one_line
 from shufl.protocol.console import Console
 from shufl.protocol.logs import logs_to
 from shufl.protocol.plan import Times
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import Experiment, prepare
-from shufl.results.rows import MetricsError
 from shufl.results.run import Run
+from shufl.results.run_folder import MetricsError
 from shufl.server import (
     CheckpointError,
     Observe,

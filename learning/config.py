@@ -14,11 +14,35 @@ import tomli_w
 from pydantic import Field, PlainValidator, model_validator
 
 from shufl.learning.data.files import RecordFile
-from shufl.learning.names import ALGORITHMS, DATASETS, FEATURES, TASKS, Optimisers, Scheme
-from shufl.learning.section import ConfigError, Section
+from shufl.learning.section import Section
 from shufl.protocol.outcomes import Schedule
 from shufl.protocol.plan import CheckInRate, Privacy, Rounds, Times, Users
-from shufl.protocol.validation import Count, Positive, Seconds, read_toml, shown
+from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml, shown
+
+DATASETS = {
+    "digits": "shufl.learning.data.datasets:digits",
+    "mnist": "shufl.learning.data.datasets:mnist",
+    "fashion-mnist": "shufl.learning.data.datasets:fashion_mnist",
+    "cifar10": "shufl.learning.data.datasets:cifar10",
+    "insteval": "shufl.learning.data.natural:insteval",
+    "movielens": "shufl.learning.data.natural:movielens",
+}
+FIXED = set(DATASETS) - {"insteval", "movielens"}
+"""Datasets that are the same everywhere; the files of the others are the reader's."""
+FEATURES = {"scattering": "shufl.learning.data.scattering:whitened_scattering"}
+ALGORITHMS = ("fedsgd", "fedavg", "fedprox")
+Optimisers = Literal[
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam",
+    "rmsprop", "rprop", "sgd",
+]  # fmt: skip
+"""The server's: those of torch.optim that need nothing but gradients."""
+TASKS = {
+    "classification": "shufl.learning.tasks:CLASSIFICATION",
+    "regression": "shufl.learning.tasks:REGRESSION",
+    "next-token": "shufl.learning.tasks:NEXT_TOKEN",
+}
+Scheme = Literal["natural", "iid", "by-label", "dirichlet", "repeated"]
+"""How records come to users."""
 
 
 class PrivacySection(Privacy):

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,11 @@ import torch
 from torch import nn
 
 from shufl.learning import ModuleState
-from shufl.learning.data.datasets import wrong_tensor
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import READERS_ERRORS, ConfigError, find, readers_code
-from shufl.learning.tasks import Form, load_task
-from shufl.learning.trained import frozen_digest, sent, trained
+from shufl.learning.code_digest import code_digest
+from shufl.learning.parameters import frozen_digest, sent, trained
+from shufl.learning.tasks import Form, load_task, wrong_tensor
+from shufl.learning.your_code import CODE_ERRORS, find, your_code
+from shufl.protocol.validation import ConfigError
 from shufl.shuffler import model_digest
 
 
@@ -109,7 +110,7 @@ def build_model(
     if code and code_digest([name]) not in ("", code):
         raise ConfigError(f"model {name}: its code has changed since the run began")
     failure = f"model {name} could not be built for records of shape {form.input_shape}"
-    with seeded(seed), readers_code(failure):
+    with seeded(seed), your_code(failure):
         if isinstance(make, nn.Module):
             model = copy.deepcopy(make)
         else:
@@ -122,10 +123,25 @@ def build_model(
     _refuse_what_has_no_loss(name, outputs, form)
     _refuse_what_cannot_be_sent(name, model)
     _refuse_what_is_not_trained(name, model)
-    with readers_code(f"model {name} cannot be copied"):
+    with your_code(f"model {name} cannot be copied"):
         copy.deepcopy(model)
     _refuse_what_mixes_users(name, model, form)
     return model
+
+
+@dataclass(frozen=True)
+class ModelMaker:
+    """Builds the initial model; picklable. The attributes are the arguments of `build_model`."""
+
+    name: str
+    form: Form
+    seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
+
+    def __call__(self) -> nn.Module:
+        """The model."""
+        return build_model(self.name, self.form, self.seed, self.options, self.code)
 
 
 def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
@@ -145,7 +161,7 @@ def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
         raise ConfigError(
             f"model {name} must give {form.outputs} numbers a record, got shape {shape[1:]}"
         )
-    with readers_code(f"data.task {form.task} takes no outputs of model {name}"), torch.no_grad():
+    with your_code(f"data.task {form.task} takes no outputs of model {name}"), torch.no_grad():
         losses = load_task(form.task).loss(outputs, form.labels(2))
     if not isinstance(losses, torch.Tensor) or losses.shape != (2,):
         given = tuple(losses.shape) if isinstance(losses, torch.Tensor) else losses
@@ -191,7 +207,7 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
                 f"model {name} has batch norm ({path}): its running statistics mix users' records "
                 "and no noise protects them; use group norm or layer norm"
             )
-    with readers_code(f"model {name} could not be tried on two records"), torch.no_grad():
+    with your_code(f"model {name} could not be tried on two records"), torch.no_grad():
         state = ModuleState(model.train())
         model(form.inputs(2, 1.0))
         changed = state.restore()
@@ -211,7 +227,7 @@ def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
                 f"model {name} keeps {path} as {parameter.dtype}: keep it as torch.float32, and "
                 "compute in what you like"
             )
-    with readers_code(f"model {name} has no state that can be sent"):
+    with your_code(f"model {name} has no state that can be sent"):
         state = sent(model)
     for path, value in state.items():
         with _as_plain(name, path, value):
@@ -224,7 +240,7 @@ def _as_plain(name: str, path: str, value: Any) -> Iterator[None]:
     """Refuses a value with which something fails that a run does with it."""
     try:
         yield
-    except READERS_ERRORS as error:
+    except CODE_ERRORS as error:
         raise ConfigError(
             f"model {name} must keep {path} as a tensor that is dense, on the CPU, of a type that "
             "numpy has, and has memory of its own (as clone() makes), got "

@@ -5,17 +5,20 @@ A dataset names its task (`Dataset.task`), and a configuration may name another 
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from shufl.learning import Loss, cross_entropy
-from shufl.learning.names import TASKS
-from shufl.learning.section import ConfigError, find
+from shufl.learning.config import TASKS
+from shufl.learning.your_code import find
+from shufl.protocol.validation import ConfigError
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,17 @@ def load_task(name: str) -> Task:
 
 def loss_of(name: str) -> Loss:
     """The task's loss; it can be pickled."""
-    return load_task(name).loss if name in TASKS else functools.partial(_loss, name)
+    return load_task(name).loss if name in TASKS else _NamedLoss(name)
 
 
-def _loss(name: str, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    return load_task(name).loss(outputs, labels)
+@dataclass(frozen=True)
+class _NamedLoss:
+    """The loss of a task of yours, which every process imports when it is first called."""
+
+    task: str
+
+    def __call__(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        return load_task(self.task).loss(outputs, labels)
 
 
 def _accuracy(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
@@ -143,3 +152,47 @@ def _tokens_told(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]
 CLASSIFICATION = Task(cross_entropy, _accuracy, "accuracy")
 REGRESSION = Task(_squared_error, _errors, "rmse")
 NEXT_TOKEN = Task(_token_loss, _tokens_told, "accuracy")
+
+
+Measure = Callable[[Any, torch.Tensor], dict[str, float]]
+"""Numbers by name, of a model's outputs and the labels of all test records; `loss` is one."""
+
+_BATCH = 1000
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, measure: Measure
+) -> dict[str, float]:
+    """What `measure` gives of a copy in eval mode, in batches, on the device of the data.
+
+    Features and labels are of shape (r, ...).
+    """
+    model = copy.deepcopy(model).to(features.device).eval()
+    # Of a copy, which a forward may change in place.
+    parts = [model(batch.clone()) for batch in features.split(_BATCH)]
+    outputs = parts[0]
+    if len(parts) > 1:
+        outputs = tree_map(lambda *each: torch.cat(each), *parts)
+    return measure(outputs, labels)
+
+
+def outside(labels: torch.Tensor, classes: int, task: str) -> torch.Tensor:
+    """Which labels are none of the classes or tokens, bool of the same shape."""
+    counted = labels != PADDING if task == "next-token" else torch.tensor(True)
+    return counted & ((labels < 0) | (labels >= classes))
+
+
+def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:
+    """What is needed and what was given instead; empty: a tensor of one of these types."""
+    is_tensor, kind = isinstance(thing, torch.Tensor), type(thing).__name__
+    if is_tensor:
+        layout = "nested" if thing.is_nested else thing.layout
+        dense = thing.device.type == "cpu" and layout == torch.strided
+        if dense and thing.dtype in dtypes and not thing.requires_grad:
+            return ""
+        kind = f"{thing.dtype}" if dense else f"{thing.dtype}, {layout}, on {thing.device}"
+        kind += " with gradients" if thing.requires_grad else ""
+    allowed = " or ".join(map(str, dtypes))
+    needed = f"a dense tensor of {allowed} on the CPU, without gradients, got {kind}"
+    return needed.replace("torch.", "")

@@ -14,11 +14,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parameters_to_vector
 from torch.utils._pytree import tree_map, tree_map_only
 
-from shufl.learning.algorithms import Tensors
 from shufl.learning.dropout import SeededDropout
-from shufl.learning.local_training import LocalTraining, Loss
+from shufl.learning.local_training import LocalTraining, Loss, Tensors
 from shufl.learning.module_state import ModuleState
-from shufl.learning.trained import trained
+from shufl.learning.parameters import trained
 from shufl.protocol.mechanisms import split_mix
 
 _Made = tuple[Tensors, dict[str, Any]]  # new parameters, and a state
@@ -66,17 +65,13 @@ def local_update(
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        counted = () if real is None else (torch.arange(len(labels)) < real,)
+        counted = None if real is None else torch.arange(len(labels)) < real
         if training.algorithm == "fedsgd":
-            return _gradient(model, features.clone(), labels, training.loss, key, *counted)
+            return _gradient(model, features.clone(), labels, training.loss, key, counted)
         start = parameters_to_vector(trained(model).values()).detach()
-        (orders,) = record_orders(
-            seeds,
-            training.local_epochs,
-            len(labels),
-            None if real is None else np.array([real]),
-        ).unbind(1)
-        _local_epochs(model, features, labels, training, orders, key, *counted)
+        each = None if real is None else np.array([real])
+        (orders,) = record_orders(seeds, training.local_epochs, len(labels), each).unbind(1)
+        _local_epochs(model, features, labels, training, orders, key, counted)
         return (start - parameters_to_vector(trained(model).values()).detach()).numpy()
     finally:
         state.restore()
@@ -113,19 +108,25 @@ def user_updates(
     """
     if training.algorithm != "fedsgd":
         users, records = labels.shape[:2]
-        places = torch.arange(users * records, device=labels.device).reshape(users, records)
-        flat = features.flatten(0, 1), labels.flatten(0, 1), places
-        sizes = torch.full((users,), records) if real is None else real
-        return epochs_of_users(model, *flat, sizes, training, keys, call)
-    state = ModuleState(model)
-    counted: tuple[torch.Tensor, ...] = ()
+        return epochs_of_users(
+            model,
+            features.flatten(0, 1),
+            labels.flatten(0, 1),
+            places=torch.arange(users * records, device=labels.device).reshape(users, records),
+            sizes=torch.full((users,), records) if real is None else real,
+            training=training,
+            keys=keys,
+            call=call,
+        )
+    state, device, counted = ModuleState(model), labels.device, None
     if real is not None:
-        counted = (torch.arange(labels.shape[1], device=labels.device) < real[:, None],)
+        counted = torch.arange(labels.shape[1], device=device) < real[:, None]
     one = _gradients(model, training.loss, call)
     try:
         start = {name: parameter.detach() for name, parameter in trained(model).items()}
-        axes = None, None, 0, 0, 0, *(0 for _ in counted)  # faster: all have the same parameters
-        return vmap(one, axes)(start, 0, keys.to(labels.device), features.clone(), labels, *counted)
+        # Without an axis: all have the same parameters, which is faster.
+        axes = None, None, 0, 0, 0, None if counted is None else 0
+        return vmap(one, axes)(start, 0, keys.to(device), features.clone(), labels, counted)
     finally:
         state.restore()
 
@@ -172,10 +173,11 @@ def epochs_of_users(
             counted = place < sizes[:active, None]
             turn = turns[epoch, torch.arange(active, device=device)]
             rows = places[:active].gather(1, turn.gather(1, place.clamp(max=most - 1)))
-            given = keys[:active], features[rows], labels[rows], counted
             axis = 0 if step else None  # faster: at first all have the same parameters
             before = _first((local, kept), active) if step else (start, kept)
-            found = vmap(one, (axis, None, 0, 0, 0, 0))(before[0], step, *given)
+            found = vmap(one, (axis, None, 0, 0, 0, 0))(
+                before[0], step, keys[:active], features[rows], labels[rows], counted
+            )
             if changed := state.restore():  # read outside vmap, it would mix users
                 raise RuntimeError(f"the model keeps {changed[0]} from one step to the next")
             own = axis if kept else None
@@ -215,11 +217,11 @@ def _gradients(
         key: torch.Tensor,
         records: torch.Tensor,
         targets: torch.Tensor,
-        *counted: torch.Tensor,
+        counted: torch.Tensor | None,
     ) -> torch.Tensor:
         with _dropout(key, targets, step):
             outputs = in_type(exact, call(model, parameters, (records,)))
-        return _mean_loss(loss_of(outputs, targets), *counted)
+        return _mean_loss(loss_of(outputs, targets), counted)
 
     gradients: Callable[..., Tensors] = grad(loss)
     return gradients
@@ -271,7 +273,7 @@ def _taken(there: torch.Tensor | None, made: _Made, before: _Made) -> _Made:
     return parameters, tree_map(merged, made[1], before[1]) if before[1] else made[1]
 
 
-def _mean_loss(losses: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
+def _mean_loss(losses: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
     """The mean loss, or that of the records that count: 0 if none does, by the same operations."""
     if counted is None:
         return losses.mean()
@@ -285,11 +287,11 @@ def _gradient(
     labels: torch.Tensor,
     loss_of: Loss,
     key: torch.Tensor,
-    *counted: torch.Tensor,
+    counted: torch.Tensor | None,
 ) -> np.ndarray:
     with _dropout(key, labels):
         outputs = model(features)
-    loss = _mean_loss(loss_of(outputs, labels), *counted)
+    loss = _mean_loss(loss_of(outputs, labels), counted)
     gradients = torch.autograd.grad(loss, [*trained(model).values()], materialize_grads=True)
     return torch.cat([gradient.to_dense().reshape(-1) for gradient in gradients]).numpy()
 
@@ -301,26 +303,27 @@ def _local_epochs(
     training: LocalTraining,
     orders: torch.Tensor,
     key: torch.Tensor,
-    *counted: torch.Tensor,
+    counted: torch.Tensor | None,
 ) -> None:
     own = trained(model)
     start = {name: parameter.detach().clone() for name, parameter in own.items()}
     kept: dict[str, Any] = {}
     size = training.local_batch_size
-    batches = -(-(int(counted[0].sum()) if counted else len(labels)) // size)  # with records
+    batches = -(-(len(labels) if counted is None else int(counted.sum())) // size)  # with records
     for epoch, order in enumerate(orders):
         for number, batch in enumerate(order.split(size)):
             with _dropout(key, batch, epoch * batches + number):
                 outputs = model(features[batch])
             losses = training.loss(outputs, labels[batch])
-            loss = _mean_loss(losses, *(each[batch] for each in counted))
+            own_counted = None if counted is None else counted[batch]
+            loss = _mean_loss(losses, own_counted)
             found = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
             before = {name: parameter.detach() for name, parameter in own.items()}
             # Copies, which a step may change in place.
             given = {name: value.clone() for name, value in before.items()}
             gradients = dict(zip(own, (each.to_dense() for each in found), strict=True))
             made = training.step(given, gradients, dict(start), tree_map(torch.clone, kept))
-            there = counted[0][batch].any() if counted else None
+            there = None if own_counted is None else own_counted.any()
             local, kept = _taken(there, made, (before, kept))
             with torch.no_grad():
                 for name, parameter in own.items():

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +23,12 @@ from shufl.accounting import (
     participation_note,
     rounds_within_budget,
 )
-from shufl.learning.config import Config, dumps, load
+from shufl.learning.code_digest import code_digest
+from shufl.learning.config import FIXED, Config, dumps
 from shufl.learning.data.datasets import dataset_digest
 from shufl.learning.data.users import spaced
-from shufl.learning.isolation import usual_settings
-from shufl.learning.names import FIXED
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import ConfigError
-from shufl.learning.trained import frozen_digest, load_sent
+from shufl.learning.parameters import frozen_digest, load_sent
+from shufl.learning.your_code import usual_settings
 from shufl.protocol import GaussianMechanism, RoundRecord
 from shufl.protocol.console import Console
 from shufl.protocol.rounding import rounded_down, rounded_up
@@ -41,8 +37,15 @@ from shufl.results.experiment import Experiment, prepare
 from shufl.results.interrupts import interrupts
 from shufl.results.plots import plot_score_epsilon
 from shufl.results.progress import RoundProgress
-from shufl.results.report import ENROLLED, print_summary, summarise
-from shufl.results.rows import RunRecorder, check_ledger, note_start, rounds_told
+from shufl.results.run_folder import (
+    RunRecorder,
+    check_ledger,
+    config_of,
+    make_folder,
+    note_start,
+    rounds_told,
+)
+from shufl.results.summary import ENROLLED, print_summary, summarise
 from shufl.results.tables import epsilon_text
 from shufl.server import (
     Checkpoint,
@@ -257,17 +260,6 @@ class Run:
         return self.experiment.seed is not None and self.engine.repeats_releases
 
 
-def config_of(folder: Path) -> Config:
-    """The configuration of a run folder.
-
-    Raises:
-        ConfigError: it has none, or one that cannot be run.
-    """
-    if not (folder / "config.toml").is_file():
-        raise ConfigError(f"a run folder has a config.toml, {folder} has none")
-    return load(str(folder / "config.toml"))
-
-
 def _tell_what_was_spent(console: Console, folder: Path) -> None:
     """After a run that ended early: what its ledger says, which is what counts."""
     try:
@@ -283,25 +275,6 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
     console.print(
         f"ended early: {spent}; ledger, metrics and checkpoints stay in {folder}", soft_wrap=True
     )
-
-
-def make_folder(runs: Path, experiment: Experiment) -> Path:
-    """A new folder `<name>-<time>` with the resolved configuration and the plan."""
-    stem = f"{experiment.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = (runs / stem).absolute()
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
-            try:
-                folder.mkdir()
-                break
-            except FileExistsError:
-                folder = folder.with_name(f"{stem}-{number}")
-    except OSError as error:
-        raise ConfigError(f"no run folder can be made in {runs}: {error.strerror}") from error
-    (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
-    (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
-    return folder
 
 
 def _strength(plan: PrivacyPlan) -> str:

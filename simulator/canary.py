@@ -154,13 +154,15 @@ def canary_rounds(
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
                 continue
             batch = replace(header, nonce=nonce), control.release(header.run_id, number)
-            about = private_key, plan, DIMENSION
             if of_sums:
-                aggregate = aggregate_sum(batch, *about, np.zeros(DIMENSION))
+                noise = np.zeros(DIMENSION)
+                aggregate = aggregate_sum(batch, private_key, plan, DIMENSION, noise)
                 reports = aggregate.estimate[None] * (plan.check_in_rate * len(users))
             else:
                 mean = _MeanAndReports(plan, DIMENSION)
-                aggregate = aggregate_reports([batch], *about, mean, len(users))
+                aggregate = aggregate_reports(
+                    [batch], private_key, plan, DIMENSION, mean, len(users)
+                )
                 reports = unit * np.stack(mean.reports)
             control.end_round(header.run_id, number)
             yield CanaryRound(reports, aggregate)

@@ -15,7 +15,7 @@ from rounds import make_plan
 from shufl.clients import Announcement, ClientSettings, DeviceLedger, DeviceLimits, make_client_app
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.learning import LocalTraining
-from shufl.learning.trained import dimension, sent
+from shufl.learning.parameters import dimension, sent
 from shufl.protocol.plan import Window
 from shufl.shuffler import (
     Outcome,

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from shufl.learning.config import DATASETS
 from shufl.learning.data.files import RecordFile
 from shufl.learning.data.users import number_users, where
-from shufl.learning.names import DATASETS
-from shufl.learning.section import Carried, ConfigError, find, is_carried, one_line, readers_code
-from shufl.learning.tasks import PADDING, Form, Task
+from shufl.learning.tasks import Form, Task, outside, wrong_tensor
+from shufl.learning.your_code import Carried, find, is_carried, one_line, your_code
+from shufl.protocol.validation import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,13 +246,36 @@ def load_dataset(name: str | RecordFile) -> Dataset:
         ConfigError: it is not available, its archive does not verify, or it is no dataset.
     """
     make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
-    with readers_code(f"data.dataset {name} could not be loaded", quote=()):
+    with your_code(f"data.dataset {name} could not be loaded", quote=()):
         dataset = make() if callable(make) else make
         if isinstance(dataset, Dataset):
             dataset = _without_numpy(dataset)
     if (mistake := _mistake(dataset)) is not None:
         raise ConfigError(f"data.dataset {name} {mistake}")
     return dataset
+
+
+def held_out_mnist() -> Dataset:
+    """MNIST: 50 000 training records, and the other 10 000 to try on."""
+    return held_out(load_dataset("mnist"), 10_000)
+
+
+def held_out_fashion_mnist() -> Dataset:
+    """Fashion-MNIST, likewise."""
+    return held_out(load_dataset("fashion-mnist"), 10_000)
+
+
+def held_out(dataset: Dataset, records: int) -> Dataset:
+    """The dataset's training records alone, the last so many of them as test set."""
+    features, labels = dataset.train_features, dataset.train_labels
+    return replace(
+        dataset,
+        train_features=features[:-records],
+        train_labels=labels[:-records],
+        test_features=features[-records:],
+        test_labels=labels[-records:],
+        users=None if dataset.users is None else dataset.users[:-records],
+    )
 
 
 @functools.lru_cache(maxsize=2)  # of a dataset and of its features
@@ -378,24 +402,3 @@ def _mistake(dataset: Any) -> str | None:
                 f"std, got others of {name}"
             )
     return None
-
-
-def outside(labels: torch.Tensor, classes: int, task: str) -> torch.Tensor:
-    """Which labels are none of the classes or tokens, bool of the same shape."""
-    counted = labels != PADDING if task == "next-token" else torch.tensor(True)
-    return counted & ((labels < 0) | (labels >= classes))
-
-
-def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:
-    """What is needed and what was given instead; empty: a tensor of one of these types."""
-    is_tensor, kind = isinstance(thing, torch.Tensor), type(thing).__name__
-    if is_tensor:
-        layout = "nested" if thing.is_nested else thing.layout
-        dense = thing.device.type == "cpu" and layout == torch.strided
-        if dense and thing.dtype in dtypes and not thing.requires_grad:
-            return ""
-        kind = f"{thing.dtype}" if dense else f"{thing.dtype}, {layout}, on {thing.device}"
-        kind += " with gradients" if thing.requires_grad else ""
-    allowed = " or ".join(map(str, dtypes))
-    needed = f"a dense tensor of {allowed} on the CPU, without gradients, got {kind}"
-    return needed.replace("torch.", "")

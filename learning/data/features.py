@@ -17,44 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from shufl.learning import load_tensors, save_tensors
-from shufl.learning.data.datasets import (
-    Dataset,
-    cache_folder,
-    dataset_digest,
-    load_dataset,
-    wrong_tensor,
-)
+from shufl.learning.config import DATASETS, FEATURES
+from shufl.learning.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
 from shufl.learning.data.files import RecordFile
-from shufl.learning.data.scattering import COEFFICIENTS, scattering
-from shufl.learning.data.whitening import dead_leaves, whitened, whitening
-from shufl.learning.names import DATASETS, FEATURES
-from shufl.learning.section import ConfigError, find, one_line, readers_code
+from shufl.learning.tasks import wrong_tensor
+from shufl.learning.your_code import find, one_line, your_code
+from shufl.protocol.validation import ConfigError
 
 Tensors = dict[str, Any]  # a dataset's, by name
-
-
-def whitened_scattering(images: torch.Tensor) -> torch.Tensor:
-    """The scattering transform, normalised within each record and then whitened.
-
-    Within a record every three of the 81 coefficients of an image's channel get mean 0 and variance
-    1, so that the faint second order counts like the first. Then the coefficients are made as
-    uncorrelated as those of dead leaves are; see `shufl.learning.data.whitening`.
-    """
-    planes = _normalised(scattering(images))
-    return whitened(planes, *_of_dead_leaves()).reshape(len(images), -1, *planes.shape[2:])
-
-
-def _normalised(coefficients: torch.Tensor) -> torch.Tensor:
-    planes = coefficients.reshape(-1, COEFFICIENTS, *coefficients.shape[2:])
-    return functional.group_norm(planes, COEFFICIENTS // 3)
-
-
-@functools.cache
-def _of_dead_leaves() -> tuple[torch.Tensor, torch.Tensor]:
-    return whitening(_normalised(scattering(dead_leaves())))
 
 
 _VERSIONS = {"scattering": 2}  # to be raised when a map gives other numbers: files are kept by it
@@ -124,7 +96,7 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     """
     make = find("data.features", name, FEATURES)
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
-    with readers_code(failure, quote=()), torch.no_grad():
+    with your_code(failure, quote=()), torch.no_grad():
         features = make(records.clone())  # which it may change
     if wrong := wrong_tensor(features, torch.float32):
         raise ConfigError(f"data.features {name} must give {wrong}")

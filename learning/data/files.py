@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from shufl.learning.data.users import number_users, where
-from shufl.learning.section import ConfigError, Section
-from shufl.protocol.validation import Count
+from shufl.learning.section import Section
+from shufl.protocol.validation import ConfigError, Count
 
 if TYPE_CHECKING:
     import pyarrow

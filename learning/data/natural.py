@@ -15,7 +15,7 @@ import torch
 from shufl.learning.data.datasets import Dataset
 from shufl.learning.data.files import read_table
 from shufl.learning.data.users import number_users
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 
 _KEY = 2972  # of the choice of the users for testing
 _DECADES = range(190, 202)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from shufl.learning.config import Data, Scheme
 from shufl.learning.data.datasets import Dataset, load_dataset
 from shufl.learning.data.features import check_digest, load_records
-from shufl.learning.data.files import RecordFile
 from shufl.learning.data.users import spaced
-from shufl.learning.names import Scheme
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,35 +266,43 @@ class PartitionedRecords:
 
 
 @functools.lru_cache(maxsize=1)
-def load_partition(
-    dataset: str | RecordFile,
-    users: int,
-    scheme: Scheme,
-    seed: int,
-    concentration: float,
-    most_records: int | None,
-) -> Partition:
-    """`deal` of what `load_dataset` gives."""
-    loaded = load_dataset(dataset)
-    owners = None if loaded.users is None else np.asarray(loaded.users)
-    labels = loaded.train_labels.numpy()
-    return deal(labels, owners, users, scheme, seed, concentration, most_records)
+def load_partition(data: Data, seed: int) -> Partition:
+    """`deal` of the dataset that a configuration names; users and partition are decided."""
+    assert data.users is not None and data.partition is not None
+    loaded = load_dataset(data.dataset)
+    return deal(
+        labels=loaded.train_labels.numpy(),
+        owners=None if loaded.users is None else np.asarray(loaded.users),
+        users=data.users,
+        scheme=data.partition,
+        seed=seed,
+        concentration=data.concentration,
+        most_records=data.most_records,
+    )
 
 
-def load_user_records(
-    dataset: str | RecordFile,
-    features: str | None,
-    users: int,
-    scheme: Scheme,
-    seed: int,
-    concentration: float,
-    most_records: int | None = None,
-    digest: str | None = None,
-) -> PartitionedRecords:
-    """The records of all users: what `load_records` gives, dealt as `deal` says.
+@dataclass(frozen=True)
+class LoadUsers:
+    """Gives access to the records of all users, dealt as `load_partition` says; picklable.
 
-    `digest` is as for `check_digest`.
+    Attributes:
+        data: with users and partition decided.
+        seed: of the partition.
+        digest: of the data in the process where the run began; see `check_digest`.
     """
-    check_digest(dataset, features, digest)
-    partition = load_partition(dataset, users, scheme, seed, concentration, most_records)
-    return PartitionedRecords(load_records(dataset, features), partition, 0, users, 0)
+
+    data: Data
+    seed: int
+    digest: str | None = None
+
+    def __call__(self) -> PartitionedRecords:
+        """The records.
+
+        Raises:
+            ConfigError: this process has other data.
+        """
+        data = self.data
+        check_digest(data.dataset, data.features, self.digest)
+        dataset = load_records(data.dataset, data.features)
+        partition = load_partition(data, self.seed)
+        return PartitionedRecords(dataset, partition, first=0, last=partition.users, before=0)

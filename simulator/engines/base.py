@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from shufl.learning.section import ConfigError, one_line
+from shufl.learning.your_code import one_line
 from shufl.protocol.logs import logs_to
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shufl.learning import Loss, SeededDropout, in_type, unfolded_attention
 from shufl.learning.config import Precision
-from shufl.learning.trained import trained
+from shufl.learning.parameters import trained
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
 

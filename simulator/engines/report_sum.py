@@ -18,9 +18,9 @@ from shufl.accounting import PrivacyPlan
 from shufl.learning import LocalTraining, ModuleState
 from shufl.learning.config import VectorisedKeys
 from shufl.learning.data.partition import PartitionedRecords
-from shufl.learning.section import READERS_ERRORS, one_line
-from shufl.learning.trained import frozen_digest, load_sent
-from shufl.learning.trial import exact_float32
+from shufl.learning.model_trial import exact_float32
+from shufl.learning.parameters import frozen_digest, load_sent
+from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
 from shufl.server import RoundFailed
 from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
@@ -210,14 +210,23 @@ class ReportSum:
         if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
             draws = to_normals(self._randomness.standard_normal(round, users, 2))
             clipping = RandomSides.drawn(mechanism, draws, self._dimension, features.device)
-        given = features, labels, sizes, self._training, seeds, clipping, self._precision
         model, state = self._free.get()
         try:
             try:
-                return clipped_sum_of_updates(self._method, model, *given).cpu()
+                return clipped_sum_of_updates(
+                    self._method,
+                    model,
+                    features,
+                    labels,
+                    sizes,
+                    self._training,
+                    seeds=seeds,
+                    clipping=clipping,
+                    precision=self._precision,
+                ).cpu()
             finally:
                 state.restore()
-        except READERS_ERRORS as error:  # of the model
+        except CODE_ERRORS as error:  # of the model
             raise RoundFailed(
                 f"round {round}: computing updates failed: {type(error).__name__}: "
                 f"{one_line(error)}"

@@ -32,10 +32,10 @@ from shufl.learning import (
     user_updates,
 )
 from shufl.learning.config import Precision
+from shufl.learning.model_trial import agrees_one_by_one, made_up
 from shufl.learning.models import seeded
+from shufl.learning.parameters import dimension, trained
 from shufl.learning.tasks import Form
-from shufl.learning.trained import dimension, trained
-from shufl.learning.trial import agrees_one_by_one, made_up
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import (
@@ -99,8 +99,9 @@ def clipped_sum_of_updates(
         return total
     names = names_of(model).values()
     masks = _dropout(sizes, keys)
-    given = model, features, labels, buckets, training.loss, masks, precision
-    gradients = gradients_of_users(*given)
+    gradients = gradients_of_users(
+        model, features, labels, buckets, training.loss, masks, precision
+    )
     for bucket, of_bucket in zip(buckets, gradients, strict=True):
         own = clipping.only(bucket.users)
         norms, bounds = lengths(of_bucket)
@@ -130,8 +131,9 @@ def _by_vmap(
     """`user_updates` of a bucket's users; the other arguments as `clipped_sum_of_updates` has."""
     own, called = keys[bucket.users], call_in(precision)
     if training.algorithm != "fedsgd":
-        places = bucket.index, bucket.sizes
-        return epochs_of_users(model, features, labels, *places, training, own, called)
+        return epochs_of_users(
+            model, features, labels, bucket.index, bucket.sizes, training, own, called
+        )
     real = bucket.sizes if bucket.is_padded else None
     return user_updates(model, bucket.of(features), bucket.of(labels), training, own, called, real)
 
@@ -202,8 +204,8 @@ def fastest_method(
     try:
         attempt("book-keeping")
         exact = ready_for("book-keeping", model).double()
-        records = in_type(torch.float64, features), in_type(torch.float64, labels)
-        return "book-keeping" if _agrees(exact, *records, sizes, training) else "vmap"
+        features, labels = (in_type(torch.float64, each) for each in (features, labels))
+        return "book-keeping" if _agrees(exact, features, labels, sizes, training) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 

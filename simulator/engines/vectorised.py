@@ -19,14 +19,15 @@ import torch
 from torch import nn
 
 from shufl.learning.config import VectorisedKeys
-from shufl.learning.section import READERS_ERRORS, ConfigError, one_line
-from shufl.learning.trained import frozen_digest, sent
+from shufl.learning.parameters import frozen_digest, sent
+from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import (
     all_allocated,
     make_randomness,
     seed_of_shuffler,
     simulated_allocation_key,
 )
+from shufl.protocol.validation import ConfigError
 from shufl.server import (
     MOST_IN_VAIN,
     Aggregate,
@@ -132,8 +133,8 @@ class VectorisedEngine:
         else:
             from shufl.simulator.engines.ray_workers import ray_workers
 
-            given = self.settings, self.load_users(), folder / "ray.log", stop
-            with ray_workers(*given) as sum_reports:
+            records, log_file = self.load_users(), folder / "ray.log"
+            with ray_workers(self.settings, records, log_file, stop) as sum_reports:
                 yield sum_reports
 
 
@@ -163,11 +164,11 @@ def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:
         training, chunk = experiment.local_training, keys.records_per_chunk
         chunk = chunk or usual_chunk(model, form, training, keys.device)
         tried = sizes_to_try(sizes, experiment.plan.users, chunk)
-        about = form, training, keys.device, keys.precision, tried
+        device, precision = keys.device, keys.precision
         with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
             warnings.simplefilter("ignore", UserWarning)
-            return fastest_method(model, *about), chunk
-    except READERS_ERRORS as error:
+            return fastest_method(model, form, training, device, precision, tried), chunk
+    except CODE_ERRORS as error:
         raise ConfigError(
             f"model {experiment.config.model.name} cannot be vectorised over users in "
             f"{keys.precision} on {keys.device} ({one_line(error)}); "

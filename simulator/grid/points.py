@@ -14,22 +14,20 @@ import torch
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
+from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config
 from shufl.learning.data.datasets import dataset_digest, load_dataset
-from shufl.learning.isolation import usual_settings
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import find, readers_code
+from shufl.learning.your_code import find, usual_settings, your_code
 from shufl.protocol.console import Console
 from shufl.protocol.plan import CheckInRate
 from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
 from shufl.results.engine import engine_of
 from shufl.results.experiment import begin_anew, prepare
-from shufl.results.rows import MetricsError, provenance, read_rows
 from shufl.results.run import Run
+from shufl.results.run_folder import MetricsError, provenance, read_rows
 from shufl.server import CheckpointError
-from shufl.simulator.grid.central import Reference
-from shufl.simulator.grid.central_users import UserReference, as_central, trusted
-from shufl.simulator.grid.settings import Point
+from shufl.simulator.grid.definition import Point
+from shufl.simulator.grid.references import Reference, UserReference, as_central, trusted
 
 _RESULT = "result.json"
 
@@ -51,9 +49,8 @@ def play(point: Point, folder: Path, threads: int) -> None:
         came_to = _by_another(point)
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    came_to = came_to | provenance() | {"versions": versions, "rests_on": rests_on(point)}
-    checked_result(point, came_to)
-    write_result(folder, point, came_to)
+    origin = provenance() | {"versions": versions, "rests_on": rests_on(point)}
+    write_result(folder, point, came_to | origin)
 
 
 @usual_settings()
@@ -68,7 +65,7 @@ def check(point: Point) -> None:
 
 
 def rests_on(point: Point) -> str:
-    """A digest of the reader's code and data behind a point; empty if there are none.
+    """A digest of your code and data behind a point; empty if it needs none of yours.
 
     Raises:
         ConfigError: the data cannot be loaded, or a module has changed since it was imported.
@@ -97,7 +94,7 @@ def _trainer(point: Point) -> Trainer:
     """The trainer of a point, made with its configuration, which checks it."""
     begin_anew(point.config)
     make = find("trainer", point.trainer, _TRAINERS)
-    with readers_code(f"trainer {point.trainer} does not take the configuration"):
+    with your_code(f"trainer {point.trainer} does not take the configuration"):
         made: Trainer = make(point.config)
     return made
 
@@ -109,24 +106,28 @@ def _by_another(point: Point) -> dict[str, Any]:
         **{"epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–"},
         **{"noise_multiplier": 0.0, "shuffler_blankets": 0.0, "central_noise": 0.0},
     }
-    with readers_code(f"trainer {point.trainer} did not tell what came of it"):
+    with your_code(f"trainer {point.trainer} did not tell what came of it"):
         return usual | trainer.train() | {"seconds": time.monotonic() - begun}
 
 
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
-    """Writes a point's `result.json`, which `read_result` gives back."""
+    """Writes a point's `result.json`, which `read_result` gives back.
+
+    Raises:
+        ValueError: `came_to` is not what a `Result` has, beside the point.
+    """
+    result = {"series": point.series, "value": point.value, "seed": point.seed} | came_to
+    try:
+        Result.model_validate(result)
+    except ValidationError as error:
+        raise ValueError(first_mistake(error, Result)) from None
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{_RESULT}.tmp"
-    result = _of_point(point) | came_to
     unfinished.write_bytes(to_json(result, indent=2, inf_nan_mode="null") + b"\n")
     unfinished.replace(folder / _RESULT)
 
 
-def _of_point(point: Point) -> dict[str, Any]:
-    return {"series": point.series, "value": point.value, "seed": point.seed}
-
-
-class _Result(Record):
+class Result(Record):
     """What `result.json` has."""
 
     series: str
@@ -152,18 +153,10 @@ class _Result(Record):
     versions: dict[str, str]
 
 
-def checked_result(point: Point, came_to: dict[str, Any]) -> None:
-    """Checks what `write_result` would write."""
-    try:
-        _Result.model_validate(_of_point(point) | came_to)
-    except ValidationError as error:
-        raise ValueError(first_mistake(error, _Result)) from None
-
-
 def read_result(folder: Path) -> dict[str, Any] | None:
     """What a point came to, or None if it has not been played to its end or that is damaged."""
     try:
-        return _Result.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
+        return Result.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
     except (FileNotFoundError, ValueError):
         return None
 

@@ -16,25 +16,26 @@ from torch import nn
 
 from shufl.accounting import PrivacyPlan, epsilon_table
 from shufl.learning import load_tensors
+from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config, load
+from shufl.learning.configured import model_maker
 from shufl.learning.data.datasets import Dataset
-from shufl.learning.isolation import usual_settings
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import (
+from shufl.learning.data.features import load_records
+from shufl.learning.parameters import frozen_digest, load_sent
+from shufl.learning.your_code import (
     Carried,
-    ConfigError,
     is_carried,
     make_importable,
     one_line,
-    readers_code,
+    usual_settings,
+    your_code,
 )
-from shufl.learning.trained import frozen_digest, load_sent
 from shufl.protocol import StoppedBy
 from shufl.protocol.console import Console
-from shufl.results.experiment import Experiment
+from shufl.protocol.validation import ConfigError
 from shufl.results.plots import plot_score_epsilon
-from shufl.results.rows import MetricsError, read_run
-from shufl.results.run import Run, config_of
+from shufl.results.run import Run
+from shufl.results.run_folder import MetricsError, config_of, read_run
 from shufl.results.tables import scores_of, too_few_present
 from shufl.server import RoundFailed, load_checkpoint
 from shufl.simulator.grid.runner import play_grid
@@ -119,7 +120,9 @@ class RunResult:
         if not (path := self.folder / "model.pt").exists():
             raise RoundFailed(f"{path} is missing: the run has not come to its end")
         code_digest(self._config.own_code)  # or refuses what has changed
-        model = Experiment(self._config, self.plan, 0, 0).make_model()
+        data = self._config.data
+        form = load_records(data.dataset, data.features).form(data.task)
+        model = model_maker(self._config, form)()
         try:
             state = load_tensors(path)
         except Exception as error:
@@ -307,8 +310,8 @@ def _train(run: Run, on_round: OnRound | None) -> RunResult:
 
     def result(rounds: int, *ended: Any) -> RunResult:
         rows.extend(copy.deepcopy(run.rows[len(rows) :]))
-        about = run.folder, run.experiment.config, run.experiment.plan
-        return RunResult(*about, rounds, list(rows), *ended)
+        config, plan = run.experiment.config, run.experiment.plan
+        return RunResult(run.folder, config, plan, rounds, list(rows), *ended)
 
     def told(model: nn.Module) -> bool:
         assert on_round is not None
@@ -355,7 +358,7 @@ def _carried(dataset: GivenDataset, model: GivenModel) -> dict[str, Carried]:
     if dataset is not None:
         name = _name_of(dataset)
         if callable(dataset):
-            with readers_code(f"dataset {name} could not be made", quote=()):
+            with your_code(f"dataset {name} could not be made", quote=()):
                 dataset = dataset()
         carried["data.dataset"] = Carried(name, dataset)
     if model is not None:

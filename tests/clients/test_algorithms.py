@@ -12,8 +12,8 @@ from shufl.learning import LocalTraining, as_keys, local_update, record_orders, 
 from shufl.learning.config import load
 from shufl.learning.configured import local_training
 from shufl.learning.models import mlp
-from shufl.learning.section import ConfigError
 from shufl.protocol.mechanisms import clip
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.user_gradients import clipped_sum_of_updates

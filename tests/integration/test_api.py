@@ -23,7 +23,7 @@ from shufl.accounting import plan, search
 from shufl.cli.__main__ import app
 from shufl.learning.data.datasets import load_dataset
 from shufl.protocol import GaussianMechanism
-from shufl.results.rows import MetricsError
+from shufl.results.run_folder import MetricsError
 from shufl.server import CheckpointError
 
 ROUNDS = 4

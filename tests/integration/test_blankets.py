@@ -18,8 +18,9 @@ from run_world import LIMIT, json_lines, model_of, only_folder, python_path, shu
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.cli.__main__ import app
-from shufl.learning.config import ConfigError, load
+from shufl.learning.config import load
 from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.shuffler import ShufflerProcess

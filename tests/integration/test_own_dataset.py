@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 
 from run_world import json_lines, model_of, only_folder, python_path, shufl, tiny_config
-from shufl.learning.config import load
+from shufl.learning.config import Data, load
 from shufl.learning.data import features
 from shufl.learning.data.datasets import load_dataset
 from shufl.learning.data.features import data_digest
-from shufl.learning.data.partition import load_user_records
-from shufl.learning.section import ConfigError
+from shufl.learning.data.partition import LoadUsers
+from shufl.protocol.validation import ConfigError
 from shufl.results.run import Run
 from shufl.server import CheckpointError
 
@@ -156,11 +156,13 @@ def test_records_and_features_of_one_process_are_refused_in_another(place):
     """Another process is one that imports the module anew."""
     for what in (("blobs:split_at_random", None), ("blobs:blobs", "blobs:projected")):
         here = data_digest(*what)
-        load_user_records(*what, 100, "iid", 1, 0.5, digest=here)
+        data = Data(dataset=what[0], features=what[1], users=100, partition="iid")
+        load = LoadUsers(data, 1, here)
+        load()
         load_dataset.cache_clear()
         del sys.modules["blobs"]
         with pytest.raises(ConfigError, match="differs between calls") as error:
-            load_user_records(*what, 100, "iid", 1, 0.5, digest=here)
+            load()
         assert all(name in str(error.value) for name in what if name)
 
 

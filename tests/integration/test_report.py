@@ -18,11 +18,11 @@ from shufl.accounting import ACCOUNTANTS, PrivacyPlan
 from shufl.cli.__main__ import app
 from shufl.cli.experiment import page_of
 from shufl.results.plots import draw, plot_rounds, plot_score_epsilon
-from shufl.results.rows import note_start, read_rows, read_starts
+from shufl.results.run_folder import note_start, read_rows, read_starts
 from shufl.results.tables import AS_PLANNED, epsilon_text
-from shufl.simulator.grid.page import keep_grid, write_page
+from shufl.simulator.grid.definition import Grid
+from shufl.simulator.grid.grid_page import keep_grid, write_page
 from shufl.simulator.grid.points import play
-from shufl.simulator.grid.settings import Grid
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=document.title=1>"

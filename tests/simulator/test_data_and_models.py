@@ -14,14 +14,19 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from shufl.learning import local_update, user_updates
-from shufl.learning.config import load
-from shufl.learning.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
-from shufl.learning.data.held_out import held_out
-from shufl.learning.data.partition import deal, load_user_records
+from shufl.learning.config import Data, load
+from shufl.learning.data.datasets import (
+    Dataset,
+    copy_archives,
+    dataset_digest,
+    held_out,
+    load_dataset,
+)
+from shufl.learning.data.partition import LoadUsers, deal
 from shufl.learning.models import build_model
-from shufl.learning.section import ConfigError
+from shufl.learning.parameters import frozen_digest, load_sent, sent
 from shufl.learning.tasks import Form
-from shufl.learning.trained import frozen_digest, load_sent, sent
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import engine_of
 from shufl.results.experiment import prepare
 from shufl.shuffler import model_digest
@@ -625,14 +630,18 @@ def test_a_model_that_starts_at_no_number_is_refused(value):
         build_model(f"{__name__}:net_that_starts_at", Form((1, 8, 8), 10), 0, {"value": value})
 
 
+def records_of(dataset, users, scheme):
+    return LoadUsers(Data(dataset=dataset, users=users, partition=scheme), seed=1)()
+
+
 def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memory():
-    everybody = load_user_records("digits", None, 10**12, "repeated", 1, 0.5)
+    everybody = records_of("digits", 10**12, "repeated")
     features, labels, sizes = everybody.together(np.arange(3_000))
     assert torch.equal(features[:1_437], features[1_437:2_874]) and (sizes == 1).all()
     assert len(features.unique(dim=0)) == 1_437
     assert features.shape == (3_000, 1, 8, 8) and labels.shape == (3_000,)
     assert torch.equal(everybody(10**12 - 1)[0], features[[(10**12 - 1) % 1_437]])
-    few = load_user_records("digits", None, 7, "repeated", 1, 0.5)
+    few = records_of("digits", 7, "repeated")
     assert torch.equal(few.together(np.arange(7))[0], features[:7])
 
 
@@ -645,7 +654,7 @@ def test_the_records_of_some_users_are_those_they_have_among_all(scheme, bounds,
     name = of_this_module(monkeypatch, lambda: dataset)
     users, (first, last) = (30 if scheme == "natural" else 1000), bounds
     last = min(last, users)
-    everybody = load_user_records(name, None, users, scheme, 1, 0.5)
+    everybody = records_of(name, users, scheme)
     some, ids = everybody.of(first, last), np.arange(first, last)
     for mine, theirs in zip(some.together(ids), everybody.together(ids), strict=True):
         assert (mine == theirs).all()

@@ -9,7 +9,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from shufl.learning.config import ConfigError, load
+from shufl.learning.config import load
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import ENGINES
 from shufl.results.run import Run
 from shufl.server import PlayedRound, Training

@@ -11,8 +11,9 @@ from nights import by_night
 from run_world import shufl
 from shufl.cli.__main__ import app
 from shufl.learning import local_update
-from shufl.learning.config import ConfigError, load
+from shufl.learning.config import load
 from shufl.protocol.mechanisms import SeededRandomness, clip
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds

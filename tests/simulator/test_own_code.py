@@ -10,10 +10,11 @@ import time
 import pytest
 import torch
 
+from shufl.learning.code_digest import code_digest
 from shufl.learning.models import build_model
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import Carried, ConfigError
 from shufl.learning.tasks import Form
+from shufl.learning.your_code import Carried
+from shufl.protocol.validation import ConfigError
 
 FILES = {
     "ours/__init__.py": "",

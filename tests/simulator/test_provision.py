@@ -28,10 +28,11 @@ from shufl.deploy.server_app import DeployedEngine, deployed_experiment
 from shufl.deploy.sites import OUTCOME_FILE, STOP_FILE, NodeSite, ServerSite, load_site
 from shufl.learning.config import load
 from shufl.learning.data.datasets import load_dataset
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
 from shufl.results.experiment import prepare
-from shufl.results.run import Run, make_folder
+from shufl.results.run import Run
+from shufl.results.run_folder import make_folder
 from shufl.shuffler import Credentials, RoundHeader
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config

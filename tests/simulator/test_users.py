@@ -23,9 +23,9 @@ from shufl.learning.config import Data, load
 from shufl.learning.data.datasets import Dataset, load_dataset
 from shufl.learning.data.files import RecordFile
 from shufl.learning.data.users import looks, number_users
-from shufl.learning.section import ConfigError
 from shufl.learning.tasks import Form
 from shufl.protocol.console import Console
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.simulator.histogram import count_column

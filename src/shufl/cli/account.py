@@ -37,7 +37,7 @@ def account_command(
     with options.failing(ValueError, LedgerError):
         if run is not None:
             options.check_alone("a run folder, which has its plan", "json")
-            from shufl.results.rows import read_run  # slow to import
+            from shufl.results.run_folder import read_run  # slow to import
 
             ledger, records = read_run(run)
             plan, count = ledger.plan, len(ledger.entries)

@@ -16,12 +16,12 @@ from shufl.accounting import ACCOUNTANTS
 from shufl.learning.config import dumps
 from shufl.protocol.rounding import rounded_down, rounded_up
 from shufl.protocol.validation import first_mistake
-from shufl.results.pages import Part, Table, image, origin, render, what_trained
 from shufl.results.plots import draw
+from shufl.results.run_page import Part, Table, image, origin, render, what_trained
 from shufl.results.tables import epsilon_text, for_every_pair, score_axis, score_text
+from shufl.simulator.grid.definition import Grid, Point, Series, shown
 from shufl.simulator.grid.points import read_result
-from shufl.simulator.grid.rows import write_rows
-from shufl.simulator.grid.settings import Grid, Point, Series, shown
+from shufl.simulator.grid.table import write_rows
 
 Result = dict[str, Any]
 """A point's `result.json`."""

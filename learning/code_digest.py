@@ -17,8 +17,9 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
-from shufl.learning.section import Carried, ConfigError, is_of_others
+from shufl.learning.your_code import Carried, is_installed
 from shufl.protocol.import_times import imported_at
+from shufl.protocol.validation import ConfigError
 
 _AHEAD = 60.0  # seconds: a file from later than that tells the clock of another machine
 _SEEN: dict[str, tuple[ModuleSpec, str]] = {}
@@ -52,7 +53,7 @@ def code_digest(names: Iterable[str]) -> str:
         name = left.pop()
         if name in texts or (spec := _spec(name)) is None or not spec.has_location:
             continue
-        if is_of_others(path := Path(spec.origin or "")) or not path.is_file():
+        if is_installed(path := Path(spec.origin or "")) or not path.is_file():
             continue
         code = path.read_bytes()
         texts[name] = code.hex()

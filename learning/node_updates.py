@@ -14,13 +14,11 @@ from torch import nn
 
 from shufl.learning.local_training import LocalTraining
 from shufl.learning.module_state import ModuleState
-from shufl.learning.trained import dimension, load_sent, sent
+from shufl.learning.parameters import dimension, load_sent, sent
 from shufl.learning.update import as_keys, local_update, user_updates
+from shufl.learning.your_code import CODE_ERRORS
 
 log = logging.getLogger(__name__)
-
-ERRORS = (Exception, SystemExit)
-"""What a model or dataset may raise; the latter if it calls sys.exit()."""
 
 Records = tuple[torch.Tensor, torch.Tensor]
 """A user's features and labels."""
@@ -37,7 +35,7 @@ def raised(error: BaseException) -> str:
     return type(error).__name__ + place
 
 
-class Work:
+class NodeUpdates:
     """Computes updates; `together` says whether users may be computed at once."""
 
     def __init__(
@@ -69,7 +67,8 @@ class Work:
         """
         self._mend()
         state, self._broken = self._before(), True
-        update = local_update(self.model, *records, self._training, seed, state, real)
+        features, labels = records
+        update = local_update(self.model, features, labels, self._training, seed, state, real)
         self._broken = False
         return update
 
@@ -85,7 +84,7 @@ class Work:
         if self._together and len(records) > _ALONE:
             try:
                 updates = self._at_once(records, seeds)
-            except ERRORS as error:  # above all: a model that draws random numbers
+            except CODE_ERRORS as error:  # above all: a model that draws random numbers
                 self._broken = True
                 log.info("updates are computed one by one: %s", raised(error))
             else:
@@ -95,7 +94,7 @@ class Work:
             update: np.ndarray | BaseException
             try:
                 update = self.alone(each, seed)
-            except ERRORS as error:
+            except CODE_ERRORS as error:
                 update = error
             yield update
 
@@ -105,8 +104,8 @@ class Work:
         features, labels = map(torch.stack, zip(*records, strict=True))
         with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
             warnings.simplefilter("ignore", UserWarning)
-            given = features, labels, self._training, as_keys(seeds)
-            updates = user_updates(self.model, *given)
+            keys = as_keys(seeds)
+            updates = user_updates(self.model, features, labels, self._training, keys)
         return torch.cat([each.flatten(1) for each in updates.values()], dim=1).numpy()
 
     def _before(self) -> ModuleState:

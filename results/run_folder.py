@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 import os
 import re
@@ -11,9 +12,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
@@ -25,9 +27,14 @@ from shufl.accounting import (
     accountants_for,
     accountants_of_kind,
 )
+from shufl.learning.config import Config, dumps, load
 from shufl.protocol import RoundRecord, validation
+from shufl.protocol.validation import ConfigError
 from shufl.results.tables import too_few_present
 from shufl.server import CheckpointError, read_checkpoint
+
+if TYPE_CHECKING:
+    from shufl.results.experiment import Experiment
 
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"} - {"metrics"}
 _TELL_OF_ROUNDS = ("metrics.jsonl", "summary.json", "shuffler*.log")
@@ -217,3 +224,33 @@ class RunRecorder:
         for name, value in scalars.items():
             if value is not None:
                 self._tensorboard.add_scalar(name, value, row["round"])
+
+
+def config_of(folder: Path) -> Config:
+    """The configuration of a run folder.
+
+    Raises:
+        ConfigError: it has none, or one that cannot be run.
+    """
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"a run folder has a config.toml, {folder} has none")
+    return load(str(folder / "config.toml"))
+
+
+def make_folder(runs: Path, experiment: Experiment) -> Path:
+    """A new folder `<name>-<time>` with the resolved configuration and the plan."""
+    stem = f"{experiment.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (runs / stem).absolute()
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                folder = folder.with_name(f"{stem}-{number}")
+    except OSError as error:
+        raise ConfigError(f"no run folder can be made in {runs}: {error.strerror}") from error
+    (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
+    (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
+    return folder

@@ -20,7 +20,7 @@ from shufl.learning.config import flat
 from shufl.protocol.rounding import rounded_down, rounded_up
 from shufl.protocol.validation import read_toml
 from shufl.results.plots import plot_rounds, plot_score_epsilon
-from shufl.results.rows import check_ledger, read_run, read_starts, rounds_told
+from shufl.results.run_folder import check_ledger, read_run, read_starts, rounds_told
 from shufl.results.tables import (
     AS_PLANNED,
     STOPPED,

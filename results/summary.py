@@ -14,7 +14,7 @@ from shufl.protocol.console import Console
 from shufl.protocol.rounding import rounded_up
 from shufl.results.engine import Engine
 from shufl.results.experiment import Experiment
-from shufl.results.rows import RunRecorder
+from shufl.results.run_folder import RunRecorder
 from shufl.results.tables import (
     STOPPED,
     epsilon_rows,
