@@ -1,9 +1,9 @@
 """Trials of your model before a run: a user's update must be a function of its own records.
 
 What a forward leaves in the module is put back before the next user (`ModuleState`).
-What it leaves elsewhere, in a class, a Python module or a cache, cannot be put back. Nor can the
-next number of a generator that nobody seeds. Both show when the same users' updates are computed in
-two processes, in one of them in the reverse order.
+What it leaves elsewhere, in a class, a Python module or a cache, cannot be put back; neither can
+the state of a generator that nobody seeds. So the same users' updates are computed in two
+processes, in one of them in the reverse order, and compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shufl.learning.your_code import CODE_ERRORS, one_line, your_code
 from shufl.protocol.validation import ConfigError
 
 _Users = list[tuple[torch.Tensor, torch.Tensor, int]]
-_CALLS = 256  # records that are tried at least: a model may use only later what it keeps
+_CALLS = 256  # at least so many records are tried: a model may use late what it has kept
 
 _OTHER_PROCESS = """
 import pickle, sys
@@ -111,7 +111,7 @@ def exact_float32() -> None:
 def _check_losses(
     model: nn.Module, form: Form, features: torch.Tensor, labels: torch.Tensor
 ) -> None:
-    """Refuses a task in which a record's loss is not its own."""
+    """Refuses a task in which a record's loss depends on other records."""
     loss, state = load_task(form.task).loss, ModuleState(model)
     with torch.no_grad():
         outputs = model(features.clone())
@@ -128,7 +128,7 @@ def _check_losses(
 
 
 def made_up(model: nn.Module, form: Form, records: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Records that a model takes: random numbers of very different size, or tokens 0 and 1."""
+    """Made-up records for a model: random numbers of very different size, or tokens 0 and 1."""
     generator = torch.Generator().manual_seed(0)
     shape = records, *form.label_shape
     if form.label_type == "int64":
@@ -161,7 +161,7 @@ def agrees_one_by_one(
     """Whether `user_updates` gives these users what `local_update` does.
 
     Args:
-        sizes: how many of its records each user has; all, where it is None.
+        sizes: how many records of its row each user has. Default: all.
 
     Raises:
         RuntimeError: torch cannot vectorise the model, or it draws torch's random numbers.
@@ -182,7 +182,7 @@ def agrees_one_by_one(
 
 
 def _updates(model: nn.Module, training: LocalTraining, users: _Users) -> list[np.ndarray]:
-    """The updates of users, one after another: of each its features, labels and seed."""
+    """The updates of users, one after another, from each user's features, labels and seed."""
     exact_float32()
     state = ModuleState(model)
     return [local_update(model, x, y, training, seed, state) for x, y, seed in users]

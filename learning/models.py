@@ -1,4 +1,4 @@
-"""Models by name, or any `module:callable` that takes (input_shape, outputs, **options)."""
+"""Models by name, or your own: a `module:callable` that takes (input_shape, outputs, **options)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Additive(nn.Module):
 
 
 class Histogram(nn.Module):
-    """The same scores for every record, starting at zero: k parameters.
+    """A model that gives every record the same k scores, its parameters, which start at zero.
 
     One gradient step of the cross-entropy asks for `1/k - p`, p the shares of a user's labels; so
     after one step by the mean of all users, at a learning rate of 1, 1/k and the parameters are the
@@ -102,9 +102,17 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build_model(
     name: str, form: Form, seed: int, options: dict[str, Any] | None = None, code: str = ""
 ) -> nn.Module:
-    """The model of that name, a key of MODELS or `module:callable`, initialised from `seed`.
+    """Builds a model, and refuses one that cannot be trained.
 
-    `code` is the `code_digest` that it must have, if both are known.
+    Args:
+        name: a key of MODELS, `module:callable`, or a model of yours (`Carried`).
+        form: of its records.
+        seed: of the initial parameters.
+        options: keyword arguments of the model.
+        code: the `code_digest` that the model must have. Default: any.
+
+    Raises:
+        ConfigError: the line says why it cannot be built or trained.
     """
     make = find("model", name, MODELS)
     if code and code_digest([name]) not in ("", code):
@@ -173,7 +181,7 @@ def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds the generators that torch, numpy and Python share, and puts them back at the end."""
+    """Seeds the global generators of torch, numpy and Python, and puts them back at the end."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -187,7 +195,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
-    """Something must be trained, and all be numbers."""
+    """There must be a parameter to train, and every parameter must be finite."""
     if not trained(model):
         raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in model.named_parameters():
@@ -200,7 +208,7 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
 
 
 def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
-    """An update must depend on its own user's records only, or clipping bounds nothing."""
+    """An update must depend on its own user's records alone, or clipping bounds nothing."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
@@ -220,7 +228,7 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
 
 
 def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
-    """The server steps by float32, broadcasts what is not frozen and compares digests of it."""
+    """The server steps in float32, broadcasts all that is not frozen, and compares its digests."""
     for path, parameter in trained(model).items():
         if parameter.dtype != torch.float32:
             raise ConfigError(
@@ -237,7 +245,7 @@ def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
 
 @contextmanager
 def _as_plain(name: str, path: str, value: Any) -> Iterator[None]:
-    """Refuses a value with which something fails that a run does with it."""
+    """Refuses a value of the model's state for which the block fails."""
     try:
         yield
     except CODE_ERRORS as error:

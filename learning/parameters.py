@@ -1,7 +1,7 @@
-"""Which part of a model is trained: servers and clients both use this view.
+"""A model's parameters: which are trained, which are sent, and files of them.
 
 A report has a number for each entry of `trained`, in its order. `sent` is broadcast, digested and
-kept in checkpoints. Frozen parameters stay where they are: everybody builds the model with its own.
+kept in checkpoints. Frozen parameters are never sent: everybody builds the model with its own.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def sent(model: nn.Module) -> dict[str, Any]:
 
 
 def load_sent(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives a model what `sent` made of another.
+    """Loads into a model the state that `sent` gave of another one.
 
     Raises:
-        RuntimeError: of a model with other parameters or shapes.
+        RuntimeError: the models differ in parameters or shapes.
     """
     if state.keys() != sent(model).keys():
-        raise RuntimeError("the state is that of a model with other trained parameters")
+        raise RuntimeError("the state is of a model with other trained parameters")
     model.load_state_dict(state, strict=False)
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """SHA-256, hexadecimal, of the frozen parameters' names, types, shapes and bits; of none ""."""
+    """SHA-256, hexadecimal, of the frozen parameters' names, types, shapes and bits; "" if none."""
     frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
     digest = hashlib.sha256()
     for name, value in frozen.items():
@@ -61,10 +61,10 @@ def frozen_digest(model: nn.Module) -> str:
 
 
 def load_tensors(path: Path, **options: Any) -> Any:
-    """`torch.load` of a file whose checksums are right: torch itself does not look at them.
+    """`torch.load` of a file after a look at its checksums, which torch does not check.
 
     Raises:
-        Exception: of any kind that a damaged file can raise.
+        Exception: the file is damaged; of any kind.
     """
     with zipfile.ZipFile(path) as archive:
         if (damaged := archive.testzip()) is not None:
@@ -73,10 +73,10 @@ def load_tensors(path: Path, **options: Any) -> Any:
 
 
 def save_tensors(content: Any, file: BinaryIO) -> None:
-    """`torch.save` to an open file; where it cannot be written, with the reason.
+    """`torch.save` to an open file.
 
     Raises:
-        OSError: for example a full disk.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     try:
         torch.save(content, file)

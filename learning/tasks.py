@@ -23,13 +23,22 @@ from shufl.protocol.validation import ConfigError
 
 @dataclass(frozen=True)
 class Task:
-    """A loss, and what a model is measured by on the test data.
+    """What is learnt: a loss for training, and numbers that a model is measured by.
+
+    Examples:
+        >>> from shufl import Task
+        >>> def loss(outputs, labels):
+        ...     return (outputs.squeeze(1) - labels).abs()
+        >>> def metrics(outputs, labels):
+        ...     return {"mae": loss(outputs, labels).mean()}
+        >>> absolute = Task(loss, metrics, score="mae")
 
     Attributes:
-        loss: gives each of r records a term, from outputs and labels: float of shape (r,). A term
-            depends on its own record alone, and a user's loss is the mean of its terms.
-        metrics: numbers by name, of the outputs and labels of all test records.
-        score: which of them stands for the run.
+        loss: takes a model's outputs for r records and their labels, of shape (r, ...), and gives
+            each record its loss: float of shape (r,). A record's loss depends on this record alone;
+            a user's loss is the mean over its records.
+        metrics: takes the outputs and labels of all test records and gives numbers by name.
+        score: the metric that stands for the run.
     """
 
     loss: Loss
@@ -37,7 +46,7 @@ class Task:
     score: str
 
     def measure(self, outputs: Any, labels: torch.Tensor) -> dict[str, float]:
-        """All metrics, and the mean loss as `loss`."""
+        """All metrics, and the mean loss as `loss`, of outputs and labels of r records."""
         loss = float(self.loss(outputs, labels).double().mean())
         return {name: float(value) for name, value in self.metrics(outputs, labels).items()} | {
             "loss": loss
@@ -50,7 +59,7 @@ class Form:
 
     Attributes:
         input_shape: of a record, as the model gets it.
-        outputs: how many numbers the model gives: the classes, or as many as a label has.
+        outputs: how many numbers the model gives: one for each class, or each number of a label.
         input_type, label_type: `float32` or `int64`.
         label_shape: of a record's label.
         task: its name.
@@ -79,7 +88,7 @@ def load_task(name: str) -> Task:
     """The task of that name, a key of TASKS or `module:callable`.
 
     Raises:
-        ConfigError: there is none, or it is no task.
+        ConfigError: there is none, or it is not a task.
     """
     task = find("data.task", name, TASKS)
     if callable(task):
@@ -105,9 +114,9 @@ class _NamedLoss:
 
 
 def _accuracy(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Share of records whose largest score is their label's; the mean F1 of the classes.
+    """The share of records whose largest score is their label's, and the mean F1 over classes.
 
-    Of classes that are in the labels or the predictions.
+    A class counts if it is among the labels or the predictions.
     """
     guesses, classes = scores.argmax(dim=1), scores.shape[1]
     right, guessed, there = (
@@ -178,13 +187,13 @@ def evaluate(
 
 
 def outside(labels: torch.Tensor, classes: int, task: str) -> torch.Tensor:
-    """Which labels are none of the classes or tokens, bool of the same shape."""
+    """Which labels stand for no class or token: bool of the same shape."""
     counted = labels != PADDING if task == "next-token" else torch.tensor(True)
     return counted & ((labels < 0) | (labels >= classes))
 
 
 def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:
-    """What is needed and what was given instead; empty: a tensor of one of these types."""
+    """What is needed, and what was given instead; empty if it is a tensor of one of these types."""
     is_tensor, kind = isinstance(thing, torch.Tensor), type(thing).__name__
     if is_tensor:
         layout = "nested" if thing.is_nested else thing.layout

@@ -32,14 +32,14 @@ def local_update(
     state: ModuleState | None = None,
     real: int | None = None,
 ) -> np.ndarray:
-    """A descent direction from one user's records.
+    """One user's update: a descent direction from the user's records.
 
-    It is a function of what `model` holds, these records and the seed: whatever the forward changes
-    in the module is put back, and it gets a copy of the records.
+    It depends only on what `model` holds, these records and the seed: whatever a forward changes in
+    the module is put back, and the forward gets a copy of the records.
 
-    `fedsgd`: the gradient of the mean loss over all the user's records at the model.
-    Any other: old parameters minus the parameters after `local_epochs` epochs of the algorithm's
-    steps, so that the server steps against it as it would against a gradient (Reddi et al. 2021,
+    `fedsgd`: the gradient of the mean loss over all the user's records.
+    Any other algorithm: the model's parameters minus the parameters after `local_epochs` epochs of
+    the algorithm's steps. The server steps against it as against a gradient (Reddi et al. 2021,
     "Adaptive federated optimization": the pseudo-gradient).
 
     Args:
@@ -59,8 +59,8 @@ def local_update(
     """
     state, seeds = state or ModuleState(model), np.array([seed], dtype=np.uint64)
     (key,) = as_keys(seeds)
-    # Not torch.manual_seed: for every kind of accelerator not in use it also queues a call with its
-    # stack trace, for ever.
+    # Not torch.manual_seed: for each kind of accelerator that is not in use it queues a call with a
+    # stack trace, which nothing takes off the queue.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -143,13 +143,13 @@ def epochs_of_users(
 ) -> dict[str, torch.Tensor]:
     """`user_updates` of k users with local epochs, whose records lie anywhere among n.
 
-    Each user takes as many steps as it has batches; those who have none left are left out.
+    Each user takes as many steps as it has batches; then it is left out of the computation.
 
     Args:
         features, labels: shape (n, ...).
-        places: where each user's records are, int64 of shape (k, r); behind its own any others.
+        places: where each user's records are, int64 of shape (k, r); behind them any places.
         sizes: how many records each has, int64 of shape (k,), in 1 to r.
-        model, training, keys, call: as for `user_updates`, as is what comes back and is raised.
+        model, training, keys, call: as for `user_updates`; so are returns and errors.
     """
     state, device, epochs = ModuleState(model), labels.device, training.local_epochs
     start = {name: parameter.detach() for name, parameter in trained(model).items()}
@@ -232,9 +232,15 @@ def record_orders(
 ) -> torch.Tensor:
     """The order of each user's records in each of its local epochs.
 
-    `seeds` are those of k users' local training, uint64 of shape (k,). Returns permutations of 0 to
-    records - 1, int64 of shape (epochs, k, records). Where only the first `real` records of a user
-    count, int of shape (k,), padding comes last, and these are ordered as without it.
+    Args:
+        seeds: of k users' local training, uint64 of shape (k,).
+        epochs: how many.
+        records: how many each user has, with padding.
+        real: how many of them count, the first ones: int of shape (k,). Padding comes last, and the
+            others are in the order that they have without it. Default: all count.
+
+    Returns:
+        Permutations of 0 to records - 1, int64 of shape (epochs, k, records).
     """
     epoch, place = np.arange(epochs)[:, None, None], np.arange(records)
     each = np.full(len(seeds), records) if real is None else real
@@ -274,7 +280,7 @@ def _taken(there: torch.Tensor | None, made: _Made, before: _Made) -> _Made:
 
 
 def _mean_loss(losses: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-    """The mean loss, or that of the records that count: 0 if none does, by the same operations."""
+    """The mean loss of the records that count; 0 if none does, by the same operations."""
     if counted is None:
         return losses.mean()
     weights = counted / counted.sum().clamp(min=1)

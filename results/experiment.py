@@ -29,12 +29,12 @@ from shufl.server import MakeAggregator, Mean, Optimiser
 from shufl.shuffler import usual_sealing
 
 Check = Callable[[Config, int], None]
-"""Refuses, by a ConfigError, a configuration whose model has so many parameters."""
+"""Takes a configuration and its model's number of parameters; refuses by a ConfigError."""
 
 
 @dataclass(frozen=True)
 class ShufflerOf:
-    """Says to which shuffler, from 0, each of some users reports: that of their node. Picklable."""
+    """Says to which shuffler, numbered from 0, a user reports: to its node's. Picklable."""
 
     nodes: int
     shufflers: int
@@ -44,7 +44,7 @@ class ShufflerOf:
         return shuffler_of(users % self.nodes, self.shufflers)
 
     def crowds(self, users: int) -> tuple[int, ...]:
-        """How many of so many users report to each shuffler."""
+        """How many of `users` users report to each shuffler."""
         crowds = [0] * self.shufflers
         for node in range(self.nodes):
             crowds[shuffler_of(node, self.shufflers)] += len(range(node, users, self.nodes))
@@ -139,8 +139,8 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
     A search for what the plan leaves open comes last, because it takes time; `check` comes before.
 
     Raises:
-        ConfigError: values that do not fit together or the data, or a dataset that is not there;
-            see also `load_records`.
+        ConfigError: values do not fit each other or the data, or the dataset is not there; see also
+            `load_records`.
     """
     begin_anew(config)
     dataset = load_dataset(config.data.dataset)
@@ -224,7 +224,7 @@ _NO_METRICS = {
     *("shuffler_blankets", "least_present", "fewest_users_present", "accountant", "versions"),
     *("target_epsilon", "mixing", "central_noise", "users", "users_by"),
 }
-"""What else a row of metrics.jsonl and a summary have."""
+"""Names that rows of metrics.jsonl and summaries use for something else."""
 
 
 def _try_task(name: str, task: Task, make_model: ModelMaker, dataset: Dataset) -> None:
@@ -256,7 +256,7 @@ def _try_optimiser(config: Config, model: nn.Module, parameters: int) -> None:
 
 
 def _try_aggregator(name: str, make: MakeAggregator, plan: PrivacyPlan, parameters: int) -> None:
-    """Refuses an aggregator that makes no estimate of three reports, or of none."""
+    """Refuses an aggregator that makes no estimate from three reports, or from no report."""
     if plan.mixing == "sum" and name != "mean":
         raise ConfigError(
             "training.aggregator must be mean with privacy.mixing sum, where the server sees no "
@@ -281,7 +281,7 @@ def _try_aggregator(name: str, make: MakeAggregator, plan: PrivacyPlan, paramete
 
 
 def optimiser(config: Config, rounds: int) -> Optimiser:
-    """The server's optimiser, for so many rounds."""
+    """The server's optimiser, for a run of `rounds` rounds."""
     training = config.training
     return Optimiser(
         training.optimiser,

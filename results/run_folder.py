@@ -1,4 +1,4 @@
-"""What a run leaves behind: its starts, and one entry a round in metrics.jsonl and TensorBoard."""
+"""The files of a run folder: configuration, plan, starts, and a row for each round."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def read_starts(folder: Path) -> list[dict[str, str]]:
 
 
 def provenance() -> dict[str, str]:
-    """Now; the command at work; the commit of its code.
+    """Date, command and commit of the program that runs now.
 
-    Of programs other than `shufl` only the name is kept: Flower's get a token as an argument.
+    Of programs other than `shufl` only the name is kept: Flower's programs get a token as argument.
     """
     program = Path(sys.argv[0])
     own = program.name == "shufl" or program.parts[-2:] == ("cli", "__main__.py")
@@ -67,11 +67,11 @@ def provenance() -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str:
-    """The commit of the code at work; `+` where files but docs differ; empty outside a checkout."""
+    """The commit of this code, with `+` if files other than docs differ; empty if there is none."""
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
-        # Without it a run that is killed here leaves a lock in the reader's checkout.
+        # Without this option a run that is killed here would leave a lock in your checkout.
         command = ["git", "--no-optional-locks", "-C", str(here.parents[1]), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout.strip()
@@ -89,10 +89,10 @@ class MetricsError(RuntimeError):
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl file, one a round, but for a last one that was cut short.
+    """The rows of a metrics.jsonl file, one a round, without a last one that was cut short.
 
     Raises:
-        MetricsError: a line is no row.
+        MetricsError: a line is not a row.
     """
     rows: list[dict[str, Any]] = []
     if not path.exists():
@@ -112,7 +112,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(folder: Path) -> tuple[LedgerContent, list[dict[str, Any]]]:
-    """A run folder's ledger, which no other file contradicts, and its rows.
+    """A run folder's ledger, after a check against the other files, and its rows.
 
     Raises:
         LedgerError: there is no ledger, one of the files is damaged, or the ledger lacks rounds.
@@ -147,7 +147,7 @@ def rounds_told(folder: Path) -> dict[str, int]:
 
 
 def check_ledger(folder: Path, last_round: int, told: dict[str, int]) -> None:
-    """Refuses a ledger that was cut: a round is in it, on disk, before any other file has it.
+    """Refuses a ledger that was cut short: it has each round on disk before any other file has.
 
     Raises:
         LedgerError: it lacks rounds that were spent.
@@ -163,9 +163,9 @@ def check_ledger(folder: Path, last_round: int, told: dict[str, int]) -> None:
 class RunRecorder:
     """Writes each round as it ends, with epsilon under every accountant; keeps the rows.
 
-    An accountant that does not price the plan's rounds has null; so has one that counts on others
-    once `too_few_present` says so. In the folder of an interrupted run the rows go on where they
-    ended, and TensorBoard's events, which may lag behind, are made anew from the rows.
+    An accountant that does not price the plan's rounds has null; so has one that counts on others,
+    once `too_few_present` says so. In the folder of an interrupted run the rows go on where
+    they ended, and TensorBoard's events, which may lag behind, are written anew.
     """
 
     def __init__(self, folder: Path, plan: PrivacyPlan):

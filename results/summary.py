@@ -1,4 +1,4 @@
-"""The end of a run: the table and the summary."""
+"""The end of a run: its summary, as plain values and as a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENROLLED = "as the authority enrolled them (each node's log says by which column
 def summarise(
     result: RunEnd, experiment: Experiment, engine: Engine, recorder: RunRecorder
 ) -> dict[str, Any]:
-    """What a run came to, as plain values."""
+    """The results of a run, as plain values."""
     plan, simulation = experiment.plan, experiment.config.simulation
     rows = recorder.rows
     too_few = too_few_present(plan, rows, result.rounds)
@@ -55,7 +55,7 @@ def summarise(
         "mixing": plan.mixing,
         "central_noise": plan.central_noise,
         "least_present": plan.least_present,
-        "fewest_users_present": min(present, default=None),  # nobody counts those of a lost round
+        "fewest_users_present": min(present, default=None),  # in a lost round nobody counts
         "accountant": plan.accountant,
         "target_epsilon": plan.target_epsilon,
         "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few)),

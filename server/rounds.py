@@ -359,7 +359,7 @@ class RoundLoop:
             aggregate = spoiled
         except ShufflerError:
             raise
-        except (Exception, SystemExit) as error:  # whatever the reader's aggregator does
+        except (Exception, SystemExit) as error:  # whatever an aggregator of yours raises
             raise RoundFailed(
                 f"round {header.round}: the aggregator failed: {type(error).__name__}: {error}"
             ) from error

@@ -29,7 +29,7 @@ from shufl.protocol.validation import ConfigError
 Tensors = dict[str, Any]  # a dataset's, by name
 
 
-_VERSIONS = {"scattering": 2}  # to be raised when a map gives other numbers: files are kept by it
+_VERSIONS = {"scattering": 2}  # in the names of kept files; raise it when a map's numbers change
 _RECORDS_AT_ONCE = 32  # what a thread works on stays in its core's cache
 
 
@@ -47,17 +47,18 @@ def load_records(dataset: str | RecordFile, features: str | None) -> Dataset:
 
 
 def data_digest(dataset: str | RecordFile, features: str | None) -> str:
-    """The digest of what `load_records` gives, to compare what processes have loaded.
+    """The digest of what `load_records` gives, by which processes compare their data.
 
-    Features of the maps here are left out: machines may round them differently.
+    Features of shufl's own maps are left out: machines may round them differently.
     """
     return dataset_digest(load_records(dataset, None if features in FEATURES else features))
 
 
 def check_digest(dataset: str | RecordFile, features: str | None, digest: str | None) -> None:
-    """Refuses data that are not those of another process, unless its digest is None or empty.
+    """Refuses data that differ from the data of the process where the run began.
 
-    With another split this process would train on records that the other one tests on.
+    `digest` is of that process's data; None or empty: any data will do. With another split this
+    process would train on records that the other one tests on.
     """
     if digest and digest != data_digest(dataset, features):
         if features in (None, *FEATURES) and (dataset in DATASETS or not isinstance(dataset, str)):
@@ -76,8 +77,8 @@ def check_digest(dataset: str | RecordFile, features: str | None, digest: str | 
 def mapped(dataset: Dataset, name: str) -> Dataset:
     """The dataset with its records mapped.
 
-    The features of the maps here are kept in a file that all processes share. Those of the
-    reader's are not, because nothing tells whether what its code rests on has changed.
+    The features of the maps here are kept in a file that all processes share. Those of a map of
+    yours are not, because nothing tells whether all that its code rests on is still the same.
     """
     if name not in FEATURES:
         tensors: Tensors = _compute(dataset, name, _shape_of_one(dataset, name))
@@ -112,7 +113,7 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of_one(dataset: Dataset, name: str) -> torch.Size:
-    """The shape of a record's features, from a trial that shows whether they are its own alone."""
+    """The shape of a record's features; refuses a map whose features depend on other records."""
     few = dataset.inputs(dataset.train_features[:_RECORDS_AT_ONCE])
     alone = [map_records(name, record) for record in few.split(1)]
     together = map_records(name, few)
@@ -150,7 +151,7 @@ def _compute(dataset: Dataset, name: str, shape: torch.Size) -> Tensors:
 
 
 def _read(path: Path) -> Tensors | None:
-    """What `_keep` has written, mapped into memory; None if it is not there or damaged."""
+    """The file that `_keep` has written, mapped into memory; None if it is missing or damaged."""
     try:
         return load_tensors(path, mmap=True)
     except Exception:  # of all the kinds that a damaged file can raise
@@ -158,7 +159,7 @@ def _read(path: Path) -> Tensors | None:
 
 
 def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
-    """Computes the features and writes them to a file, which is whole as soon as it is there."""
+    """Computes the features and writes them to a file, whole or not at all."""
     shape = _shape_of_one(dataset, name)
     size = 4 * shape.numel() * (len(dataset.train_labels) + len(dataset.test_labels))
     temporary = path.with_name(f"{path.name}.{os.getpid()}")

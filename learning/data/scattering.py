@@ -5,14 +5,12 @@ absolute values are kept, averaged over some 4x4 pixels: the first order. The se
 same to the absolute values of the fine scale, with the wavelets of the coarse one. Nothing in it is
 learnt. Filters, sizes and order are those of kymatio (Andreux et al. 2020) for J = 2 and L = 8.
 
-Whitening of scattering features by the covariance of images that nobody has taken.
-
-Where gradients are clipped and noisy, a linear model learns along each direction of its inputs at a
-pace that their variance sets. The variances of scattering features are up to 10^4 apart, so that a
-run ends before it has learnt along most of them; whitening makes them alike. A covariance of users'
-images would tell of them. This one is of dead leaves (Lee, Mumford and Huang 2001, "Occlusion
-models for natural images"): ellipses of random place, size, direction and brightness, one over
-another.
+The coefficients are then whitened. Where gradients are clipped and noisy, the pace at which a
+linear model learns along a direction of its inputs is set by their variance. The variances of
+scattering features are up to 10^4 apart, so that a run would end before it has learnt along most
+directions; whitening makes them alike. The covariance of users' images would tell of these. So it
+is taken of dead leaves (Lee, Mumford and Huang 2001, "Occlusion models for natural images"):
+ellipses of random place, size, direction and brightness, one over another.
 """
 
 from __future__ import annotations
@@ -109,9 +107,9 @@ def _morlet(height: int, width: int, scale: int, angle: float) -> np.ndarray:
 
 @functools.cache
 def _average(pixels: int, scale: int) -> torch.Tensor:
-    """What takes Gaussian means along a side, of which scale 1 has every second pixel only.
+    """A matrix that takes Gaussian means along a side; at scale 1 the side has half the pixels.
 
-    Shape (positions, pixels / 2^scale); the outermost positions, within the margins, are left out.
+    Shape (positions, pixels / 2^scale); positions within the margins are left out.
     """
     x, sigma = np.arange(-2 * pixels, 3 * pixels), _WIDTH * _STEP / 2
     gaussian = np.exp(-(x**2) / (2 * sigma**2)) / (math.sqrt(2 * math.pi) * sigma)
@@ -150,9 +148,12 @@ def dead_leaves() -> torch.Tensor:
 def whitening(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What makes channels uncorrelated, and of variance 1 where they vary at all.
 
-    The features have shape (r, channels, height, width). Returns the channels' means, of shape
-    (channels,), and the symmetric matrix that multiplies what is left without them, of shape
-    (channels, channels).
+    Args:
+        features: shape (r, channels, height, width).
+
+    Returns:
+        The channels' means, of shape (channels,), to be subtracted; and the symmetric matrix, of
+        shape (channels, channels), by which the rest is multiplied.
     """
     samples = features.double().movedim(1, -1).flatten(0, -2)
     variances, directions = torch.linalg.eigh(samples.T.cov(correction=0))
@@ -169,8 +170,8 @@ def whitened_scattering(images: torch.Tensor) -> torch.Tensor:
     """The scattering transform, normalised within each record and then whitened.
 
     Within a record every three of the 81 coefficients of an image's channel get mean 0 and variance
-    1, so that the faint second order counts like the first. Then the coefficients are made as
-    uncorrelated as those of dead leaves are; see `shufl.learning.data.scattering`.
+    1, so that the faint second order counts like the first. Then a matrix that makes the
+    coefficients of dead leaves uncorrelated is applied.
     """
     planes = _normalised(scattering(images))
     return whitened(planes, *_of_dead_leaves()).reshape(len(images), -1, *planes.shape[2:])

@@ -1,7 +1,7 @@
 """Each user's gradient of its loss by book-keeping: one forward and one backward for all users.
 
-While the model computes its scores, `_Tape` keeps what each layer was given. One backward then
-gives the gradients of the layers' outputs. From the two, a formula of the layer's kind gives every
+While the model computes its scores, `_Tape` keeps the inputs of each layer. One backward then gives
+the gradients of the layers' outputs. From the two, a formula for the kind of layer gives every
 user's gradient of the layer's parameters.
 """
 
@@ -216,7 +216,7 @@ def _sum(users: int, g: _T, *summands: Any) -> _Parts:
 
 
 _SUMS = tuple(getattr(torch.Tensor, name) for name in ("add", "__add__", "__radd__", "expand"))
-"""Where a parameter is the same for all records, as that of a position or of a first token is."""
+"""Where one parameter serves all records, such as the embedding of a position."""
 
 _LAYERS: dict[Any, _Layer] = {
     functional.linear: _linear,

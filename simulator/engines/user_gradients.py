@@ -1,12 +1,12 @@
 """The sum of many users' clipped updates, computed together.
 
-Two ways give the same sum. *vmap* materialises every user's update (`torch.func`): any model that
-torch can vectorise, any local training. *Book-keeping* (Bu et al. 2023, "Differentially private
-optimization on large model at small cost") takes one forward over all records and one backward
-to the outputs of the layers. What each layer was given and what its output's gradient is are the
-factors of every user's gradient: they give its norm, and, rescaled, the clipped sum in one matrix
-product for all users. It is for `fedsgd` and for models of linear, convolution, embedding and
-normalisation layers, and costs about what plain SGD does.
+Two ways give the same sum. *vmap* (`torch.func`) materialises every user's update. It takes any
+model that torch can vectorise, and any local training. *Book-keeping* (Bu et al. 2023,
+"Differentially private optimization on large model at small cost") takes one forward over all
+records, and one backward to the outputs of the layers. A layer's inputs and the gradients of its
+outputs are the factors of every user's gradient: from them follow its norm, and, rescaled, the
+clipped sum in one matrix product for all users. It takes `fedsgd` and models of linear,
+convolution, embedding and normalisation layers, and costs about as much as plain SGD.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ Method = Literal["book-keeping", "vmap"]
 
 _CANCELLATION = 10.0  # see `Products`
 _SIZES = np.full(64, 2)
-_NUMBERS = 2**22  # that are computed at once: what caches hold
-_SHOWN = 8  # users whose gradients a trial compares, spread over all that are computed at once
+_NUMBERS = 2**22  # numbers that are computed at once: what caches hold
+_SHOWN = 8  # users of a trial whose gradients are compared, spread over all of its users
 
 
 @torch.no_grad()
@@ -128,7 +128,7 @@ def _by_vmap(
     keys: torch.Tensor,
     precision: Precision = "float32",
 ) -> Tensors:
-    """`user_updates` of a bucket's users; the other arguments as `clipped_sum_of_updates` has."""
+    """`user_updates` of a bucket's users; for the arguments see `clipped_sum_of_updates`."""
     own, called = keys[bucket.users], call_in(precision)
     if training.algorithm != "fedsgd":
         return epochs_of_users(
@@ -139,7 +139,7 @@ def _by_vmap(
 
 
 def _dropout(sizes: np.ndarray, keys: torch.Tensor) -> SeededDropout:
-    """The dropout of users with so many records and these keys, one user after another."""
+    """The dropout of k users, one user after another; shapes (k,) of `sizes` and `keys`."""
     places = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
     users = np.repeat(np.arange(len(sizes)), sizes)
     return SeededDropout(keys[torch.from_numpy(users)], torch.from_numpy(places).to(keys.device))
@@ -153,19 +153,21 @@ def fastest_method(
     precision: Precision = "float32",
     sizes: np.ndarray = _SIZES,
 ) -> Method:
-    """Book-keeping where it does this model, else vmap; found by trying both.
+    """Book-keeping if it does this model, else vmap; both are tried.
 
-    Each is tried where and in the precision that it will be used. Parameters and records are
-    random, those of the users of very different size, or of tokens 0 and 1 for a model that looks
-    its records up. A few users' gradients by vmap are compared with those one by one; and those by
-    book-keeping with vmap's, in float64, for several numbers of users at once: a model that mixes
-    the records of a batch, or uses a parameter elsewhere than in its layer, shows it.
+    Each is tried on the device and in the precision of the run, with random parameters and records:
+    numbers of very different size, or tokens 0 and 1 for a model that looks records up. The
+    gradients of a few users by vmap are compared with gradients that are computed one by one. Those
+    by book-keeping are compared with vmap's in float64, for several numbers of users at once. That
+    finds a model that mixes the records of a batch, or uses a parameter outside its layer.
 
     Args:
         model: in training mode, on the CPU; it stays as it is.
         form: of its records.
+        training: how users compute their updates.
         device: where updates will be computed.
-        sizes: how many records users have, as many users as are computed at once: shape (k,).
+        precision: in which updates will be computed.
+        sizes: how many records each of the users of a trial has, int of shape (k,).
 
     Raises:
         RuntimeError: not even vmap does this model.
@@ -174,7 +176,7 @@ def fastest_method(
     few = sizes[:4]
     count = int(few.sum())
     most = int(few.max())
-    if training.algorithm != "fedsgd":  # several steps, of as many as anybody takes
+    if training.algorithm != "fedsgd":  # up to three steps and a part of one
         most = max(most, min(int(sizes.max()), 3 * training.local_batch_size + 1))
     longest = made_up(model, form, len(few) * most)
     model = copy.deepcopy(model)
@@ -211,7 +213,7 @@ def fastest_method(
 
 
 class _Types(TorchDispatchMode):
-    """While entered, notes the types of fewer digits than float32 that torch computes in."""
+    """While entered, notes types with fewer digits than float32 in which torch computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -227,15 +229,15 @@ class _Types(TorchDispatchMode):
 
 
 def _worth(device: str) -> int:
-    """How many numbers are worth a computation: on CPUs what caches hold."""
+    """How many numbers to compute at once: on CPUs as many as caches hold."""
     return _NUMBERS if device == "cpu" else 64 * _NUMBERS
 
 
 def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: str = "cpu") -> int:
-    """About how many records are computed at once, unless the configuration says it: 16 to 4096.
+    """About how many records to compute at once if the configuration does not say: 16 to 4096.
 
-    So many that what a forward keeps for its backward, or its largest output, has twice the numbers
-    of `_worth`; with local epochs, whose steps take only some of the records, 16 times.
+    With as many, the tensors that a forward keeps for its backward, or its largest output, have
+    twice `_worth` numbers; with local epochs, whose steps take only some of the records, 16 times.
     """
     copied, kept = copy.deepcopy(model), 1
     own = {parameter.data_ptr() for parameter in copied.parameters()}
@@ -283,7 +285,7 @@ def _agrees(
     sizes: np.ndarray,
     training: LocalTraining,
 ) -> bool:
-    """Whether book-keeping gives each user's gradient at random parameters and keeps no state."""
+    """Whether book-keeping gives each user's gradient, at random parameters, and keeps no state."""
     generator = torch.Generator().manual_seed(1)
     for parameter in trained(model).values():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))

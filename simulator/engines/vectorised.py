@@ -1,7 +1,7 @@
-"""The vectorised engine: a round as one computation over the users who checked in, no messages.
+"""The vectorised engine: a round is one computation over the users who checked in, no messages.
 
-Plan, coins, clipping, noise, blankets and training are those of the Flower engine. There is no
-shuffler, no sealing and no node: what those are for cannot be studied here.
+Plan, coins, clipping, noise, blankets and training are the same as in the Flower engine. There is
+no shuffler, no sealing and no node: what these are for cannot be studied here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from shufl.learning.config import Config
     from shufl.results.experiment import Experiment
 
-_SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
+_SILENCE = 0x5113  # so that who is absent is independent of other draws from the same seed
 
 
 class VectorisedEngine:
@@ -139,7 +139,7 @@ class VectorisedEngine:
 
 
 def _check_machine(keys: VectorisedKeys) -> None:
-    """Refuses a device or more Ray workers than there are here, and a cluster that is not there."""
+    """Refuses a device, a cluster or a number of Ray workers that this machine does not have."""
     if keys.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f'simulation.device must be "cpu" here: torch {torch.__version__} finds no CUDA '
@@ -153,7 +153,7 @@ def _check_machine(keys: VectorisedKeys) -> None:
 
 
 def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:
-    """How users' gradients are computed fastest, and of about how many records at once.
+    """The fastest way to compute users' gradients, and about how many records at once.
 
     Raises:
         ConfigError: torch cannot vectorise the model.
@@ -186,7 +186,7 @@ class VectorisedRounds:
         self._discarded = 0  # rounds in a row
 
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
-        """One round: coins, blankets, and the mean update of the batches that are large enough."""
+        """Plays a round: coins, blankets, and the mean update of the batches that are released."""
         settings, plan = self._settings, self._settings.plan
         users = self._reporting(round)
         users, crowds = self._present(round, users)
@@ -225,7 +225,10 @@ class VectorisedRounds:
         return PlayedRound("released", aggregate, present, int(crowds[released].min()))
 
     def _noise(self, round: int, senders: int, shufflers: int) -> np.ndarray:
-        """The noise of the reports' sum, in their units; with sums also shufflers' and server's."""
+        """The noise in the sum of a round, in units of the mechanism: float64 of shape (d,).
+
+        With sums it has the noise of shufflers and server too.
+        """
         plan, dimension = self._settings.plan, self._settings.dimension
         mechanism = plan.mechanism
         deviation = mechanism.noise_deviation(dimension) * math.sqrt(senders)
@@ -235,7 +238,7 @@ class VectorisedRounds:
         return np.asarray(deviation / mechanism.unit(dimension) * draws)
 
     def _reporting(self, round: int) -> np.ndarray:
-        """The users who check in, or who drew this round, increasing."""
+        """The ids of the users who check in, or who drew this round, in increasing order."""
         plan, seed = self._settings.plan, self._settings.seed
         if plan.participation == "check-in":
             return self._randomness.checked_in(round, plan.users, plan.check_in_rate)
@@ -244,10 +247,15 @@ class VectorisedRounds:
         return all_allocated(key, round, plan.users, plan.every)
 
     def _present(self, round: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Leaves out users who are away, each with the chance `silent` whatever its coin and data.
+        """Leaves out absent users: each is absent with probability `silent`, whatever its data.
+
+        Args:
+            round: from 1.
+            users: ids of the users who checked in, int of shape (k,).
 
         Returns:
-            Those of `users`, who checked in, that are there; how many users of each shuffler are.
+            The ids of those who are present; and how many users of each shuffler are present, with
+            or without a check-in: int of shape (shufflers,).
         """
         settings, silent = self._settings, self._settings.keys.silent
         crowds = np.asarray(settings.crowds)

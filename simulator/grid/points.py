@@ -1,4 +1,4 @@
-"""One point of a grid: played or continued, and what it came to."""
+"""One point of a grid: playing it or going on with it, and its result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RESULT = "result.json"
 def play(point: Point, folder: Path, threads: int) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
-    `threads` are torch's.
+    `threads` is how many threads torch gets.
     """
     torch.set_num_threads(threads)
     if point.trainer == "shufl":
@@ -77,10 +77,21 @@ def rests_on(point: Point) -> str:
 
 
 class Trainer(Protocol):
-    """Trains a point in another way than ours."""
+    """Trains a point of a grid in another way than ours (`trainer = "module:callable"`).
+
+    The callable is called with the point's `Config`, from which it makes the trainer. What it
+    raises is told before any run begins.
+    """
 
     def train(self) -> dict[str, Any]:
-        """Trains, and tells `score_name`, `score` and what else `_by_another` does not know."""
+        """Trains to the end.
+
+        Returns:
+            `score_name` and `score`, a finite number. Also any of `loss`; `rounds`, the rounds
+            played, and `check_in_rate`, if they differ from the configuration's; and of a promise
+            `epsilon`, numbers by the name of an accountant, `delta`, `adjacency`, `accountant`,
+            `noise_multiplier`, `shuffler_blankets` and `central_noise`. By default there is none.
+        """
 
 
 _TRAINERS = {
@@ -91,7 +102,7 @@ _TRAINERS = {
 
 
 def _trainer(point: Point) -> Trainer:
-    """The trainer of a point, made with its configuration, which checks it."""
+    """The trainer of a point, made from its configuration; making it is the check."""
     begin_anew(point.config)
     make = find("trainer", point.trainer, _TRAINERS)
     with your_code(f"trainer {point.trainer} does not take the configuration"):
@@ -154,7 +165,7 @@ class Result(Record):
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """What a point came to, or None if it has not been played to its end or that is damaged."""
+    """The result of a point; None if it has not been played to its end, or the file is damaged."""
     try:
         return Result.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
     except (FileNotFoundError, ValueError):
@@ -182,7 +193,7 @@ def _to_its_end(run: Run) -> Path:
 
 
 def _outcome(played: Path) -> dict[str, Any]:
-    """What tables show of a run folder."""
+    """What tables show of a run, from its folder."""
     summary = json.loads((played / "summary.json").read_bytes())
     plan = json.loads((played / "plan.json").read_bytes())
     return {

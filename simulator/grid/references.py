@@ -45,7 +45,7 @@ def _scored(
 
 
 class Reference:
-    """Training with a configuration's data, model and rounds; making one is the check of it.
+    """Training with a configuration's data, model and rounds; making it is the check.
 
     A record is in a round's batch with probability 1/b, where b is the number of equal batches that
     the records make, about 1/γ.
@@ -56,9 +56,9 @@ class Reference:
 
         Args:
             config: the configuration.
-            private: by Opacus, where ε is that of adding or removing a record; that of replacing
-                one would be larger. Otherwise nothing is clipped, no noise is added, and the
-                batches of 1/γ rounds are all records in random order.
+            private: whether Opacus clips and adds noise. Its ε is for adding or removing a record;
+                for replacing one it would be larger. Otherwise nothing is clipped, no noise is
+                added, and the batches of 1/γ rounds are all records in random order.
 
         Raises:
             ConfigError: Opacus is not installed or cannot train the model, δ is left to the users'
@@ -193,7 +193,7 @@ def trusted(config: Config) -> Config:
 
 
 def as_central(came_to: dict[str, Any], users: int) -> dict[str, Any]:
-    """What came of such a run of so many users, in the words of a trusted server."""
+    """The result of such a run, in the words of a trusted server; `users` is n."""
     return came_to | {
         "epsilon": {"central": came_to["epsilon"]["sum-distributed"]},
         "adjacency": "add or remove",
@@ -205,7 +205,7 @@ def as_central(came_to: dict[str, Any], users: int) -> dict[str, Any]:
 class UserReference:
     """Training without privacy, with a configuration's users, coins, algorithm and rounds.
 
-    The updates are those of our runs, and are summed as they are. Making one is the check of it.
+    The updates are the same as in our runs, and are summed as they are. Making it is the check.
     """
 
     def __init__(self, config: Config):

@@ -45,14 +45,13 @@ def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> N
 
 
 def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
-    """Gives points their results from a table that an earlier session wrote.
+    """Gives points their results from a table that `write_rows` wrote, if there is one at `path`.
 
-    `path` is what `write_rows` wrote; nothing happens if it is not there. A point gets a row's
-    result if series and configuration are to the letter the same. One whose records or model come
-    from your own code gets none: the same name may mean something else there.
+    A point gets a row's result if series and configuration are the same to the letter. A point that
+    needs code or data of your own gets none: the same name may mean something else there.
 
     Raises:
-        ValueError: the file is not such a table, or a row that is wanted is damaged.
+        ValueError: the file is no such table, or the row of a point is damaged.
     """
     if not path.exists():
         return

@@ -143,7 +143,7 @@ def test_a_mistake_in_an_attack_is_one_line(arguments, message):
     assert line.startswith("error: ") and message in line
 
 
-def test_an_attack_finds_the_reader_s_modules_beside_the_configuration(tmp_path):
+def test_an_attack_finds_your_modules_beside_the_configuration(tmp_path):
     (tmp_path / "my_records.py").write_text("def make():\n    raise ValueError('found it')\n")
     config = blankets_config(tmp_path, rounds=50)
     text = re.sub('dataset = ".*"', 'dataset = "my_records:make"', config.read_text())

@@ -1,4 +1,4 @@
-"""A dataset of the reader's: a module on disk, found by every process of a run that needs it."""
+"""A dataset of yours: a module on disk, found by every process of a run that needs it."""
 
 import io
 import os
@@ -82,7 +82,7 @@ SETTINGS = "data.dataset=blobs:blobs", "model.name=logistic-regression", "model.
 
 
 def finished(place, name, *settings):
-    """The folder of a run on the reader's data, on Flower by the command."""
+    """The folder of a run on your data, on Flower by the command."""
     sets = [part for each in (*SETTINGS, *settings) for part in ("--set", each)]
     result = shufl("run", tiny_config(place, 3), "--runs", place / name, *sets)
     assert result.returncode == 0, result.stderr
@@ -90,16 +90,16 @@ def finished(place, name, *settings):
 
 
 def finished_here(place, name, *settings):
-    """The folder of a run on the reader's data, in this process."""
+    """The folder of a run on your data, in this process."""
     settings = [*SETTINGS, *settings, "simulation.engine=vectorised"]
     Run.new(load(str(tiny_config(place, 3)), settings), place / name, Console(quiet=True)).train()
     return only_folder(place / name)
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_api.py has a dataset of the reader's on Flower
+@pytest.mark.nightly  # test_api.py has a dataset of yours on Flower
 def test_both_engines_train_on_features_of_it(place):
-    """Flower does in processes of its own, in the same folder. The map is the reader's too."""
+    """Flower does in processes of its own, in the same folder. The map is yours too."""
     doubled = "data.features=blobs:doubled"
     flower = finished(place, "flower", doubled)
     vectorised = finished_here(place, "vectorised", doubled)

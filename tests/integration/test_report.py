@@ -267,7 +267,7 @@ def test_a_score_that_is_no_number_is_told_as_such(run_folder, tmp_path):
         assert plot_score_epsilon(told, plan, tmp_path / "plot.svg").axes
 
 
-def test_a_plot_shows_words_of_the_reader_as_they_are(tmp_path):
+def test_a_plot_shows_your_words_as_they_are(tmp_path):
     with draw(tmp_path / "plot.svg") as axes:
         axes.bar(["a$^$b", "$0 to $9"], [1, 2], label="$^$")
         axes.set(title="$^$")

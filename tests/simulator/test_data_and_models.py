@@ -128,7 +128,7 @@ def test_archives_are_copied_not_unpacked_in_place(tmp_path, monkeypatch):
 
 
 def flowers(**changes):
-    """A dataset of a reader's: three measurements a record."""
+    """A dataset of your own: three measurements a record."""
     values = {
         "train_features": torch.arange(24.0).reshape(8, 3),
         "train_labels": torch.arange(8) % 2,
@@ -156,7 +156,7 @@ def of_this_module(monkeypatch, make):
     return f"{__name__}:made_here"
 
 
-def test_a_readers_callable_is_a_dataset(monkeypatch):
+def test_a_callable_of_yours_is_a_dataset(monkeypatch):
     dataset = load_dataset(of_this_module(monkeypatch, flowers))
     assert (dataset.input_shape, dataset.classes) == ((3,), 2)
     inputs = dataset.inputs(dataset.train_features)
@@ -311,6 +311,10 @@ def test_a_digest_tells_datasets_apart():
     assert dataset_digest(flowers()) == dataset_digest(same) != dataset_digest(other)
 
 
+def dealt_to(labels, owners, users, scheme, seed, **more):
+    return deal(labels, owners, Data(dataset="digits", users=users, partition=scheme, **more), seed)
+
+
 def rows_of(partition, users):
     """Every user's records."""
     return [partition.rows(np.array([user])) for user in range(users)]
@@ -323,15 +327,15 @@ DEALT = ["iid", "by-label", "dirichlet"]
 @pytest.mark.parametrize("users", [1, 7, 50, 501])
 def test_every_record_is_dealt_once_in_shares_that_hardly_differ(scheme, users):
     labels = np.arange(1003) % 10
-    dealt = deal(labels, None, users, scheme, seed=1)
+    dealt = dealt_to(labels, None, users, scheme, seed=1)
     rows = rows_of(dealt, users)
     assert np.sort(np.concatenate(rows)).tolist() == list(range(1003))
     assert np.ptp(list(map(len, rows))) <= 2
     everybody = np.arange(users)
     assert dealt.sizes(everybody).tolist() == list(map(len, rows))
     assert dealt.rows(everybody[::-1]).tolist() == np.concatenate(rows[::-1]).tolist()
-    assert (dealt.index == deal(labels, None, users, scheme, seed=1).index).all()
-    assert (dealt.index != deal(labels, None, users, scheme, seed=2).index).any()
+    assert (dealt.index == dealt_to(labels, None, users, scheme, seed=1).index).all()
+    assert (dealt.index != dealt_to(labels, None, users, scheme, seed=2).index).any()
 
 
 OWNERS = ["b", "a", "b", ("a", 1), "a", "b", "c"]
@@ -344,17 +348,17 @@ def test_records_belong_to_those_whom_the_data_name(owners, monkeypatch):
     given = flowers(train_features=torch.rand(7, 3), train_labels=torch.zeros(7).long())
     loaded = load_dataset(of_this_module(monkeypatch, lambda: replace(given, users=owners)))
     assert loaded.users.tolist() == NUMBERS.tolist()
-    natural = deal(loaded.train_labels.numpy(), NUMBERS, 4, "natural", seed=1)
+    natural = dealt_to(loaded.train_labels.numpy(), NUMBERS, 4, "natural", seed=1)
     assert list(map(list, rows_of(natural, 4))) == [[0, 2, 5], [1, 4], [3], [6]]
     told = "4 users by column it, 1 to 3 records each (median 2), 7 in all"
     assert natural.told("by column it") == told
     chosen = {
-        tuple(map(tuple, rows_of(deal(NUMBERS, NUMBERS, 2, "natural", seed), 2)))
+        tuple(map(tuple, rows_of(dealt_to(NUMBERS, NUMBERS, 2, "natural", seed), 2)))
         for seed in range(40)
     }
-    assert deal(NUMBERS, NUMBERS, 2, "natural", 0).told("").endswith(" more are left out)")
+    assert dealt_to(NUMBERS, NUMBERS, 2, "natural", 0).told("").endswith(" more are left out)")
     assert len(chosen) == 6  # every pair of the four, each with all its records
-    again = deal(NUMBERS, NUMBERS, 10, "repeated", seed=1)
+    again = dealt_to(NUMBERS, NUMBERS, 10, "repeated", seed=1)
     assert sorted(map(len, rows_of(again, 4))) == [1, 1, 2, 3]
     assert list(map(list, rows_of(again, 10)))[4:8] == list(map(list, rows_of(again, 4)))
     assert again.told("").endswith("7 in all, each held by up to 3 users")
@@ -382,17 +386,17 @@ def test_records_without_an_owner_are_refused(users, message, monkeypatch):
 def test_of_a_user_with_more_records_so_many_are_used_and_always_the_same(scheme):
     owners = np.repeat(np.arange(30), np.arange(30) + 1)
     args = owners % 10, owners, 30, scheme
-    everything, some = (deal(*args, seed=3, most_records=most) for most in (None, 9))
+    everything, some = (dealt_to(*args, seed=3, most_records=most) for most in (None, 9))
     for all_of, used in zip(rows_of(everything, 30), rows_of(some, 30), strict=True):
         assert len(used) == min(len(all_of), 9) and set(used) <= set(all_of)
-    assert (some.index == deal(*args, seed=3, most_records=9).index).all()
+    assert (some.index == dealt_to(*args, seed=3, most_records=9).index).all()
     assert some.most_records == 9
     if scheme == "natural":  # not the first ones
         assert (np.concatenate([row[:9] for row in rows_of(everything, 30)]) != some.index).any()
 
 
 def test_what_is_said_of_equal_users():
-    said = deal(np.arange(60_000) % 10, None, 1000, "iid", 0).told("dealt")
+    said = dealt_to(np.arange(60_000) % 10, None, 1000, "iid", 0).told("dealt")
     assert said == "1 000 users dealt, 60 records each, 60 000 in all"
 
 
@@ -400,7 +404,7 @@ def test_skewed_schemes_are_skewed():
     labels = np.arange(5000) % 10
 
     def labels_per_user(scheme):
-        rows = rows_of(deal(labels, None, 50, scheme, seed=1, concentration=0.1), 50)
+        rows = rows_of(dealt_to(labels, None, 50, scheme, seed=1, concentration=0.1), 50)
         return np.mean([len(np.unique(labels[row])) for row in rows])
 
     assert labels_per_user("iid") > 9.5
@@ -418,12 +422,12 @@ def test_skewed_schemes_are_skewed():
 )
 def test_too_many_users_for_the_records(users, scheme, message):
     with pytest.raises(ConfigError, match=message):
-        deal(np.zeros(10), None, users, scheme, seed=0)
+        dealt_to(np.zeros(10), None, users, scheme, seed=0)
 
 
 def test_more_natural_users_than_there_are_are_refused():
     with pytest.raises(ConfigError, match=r"users must lie in \[1, 4\].*repeated.*got 5"):
-        deal(NUMBERS, NUMBERS, 5, "natural", seed=0)
+        dealt_to(NUMBERS, NUMBERS, 5, "natural", seed=0)
 
 
 def test_the_mnist_network_has_the_published_size():

@@ -364,7 +364,7 @@ def test_a_second_deployment_has_sites_on_the_same_machine(base):
 
 
 @pytest.mark.slow
-def test_modules_of_the_reader_come_to_whoever_runs_them(base):
+def test_modules_of_yours_come_to_whoever_runs_them(base):
     model = "from shufl.learning.models import mlp\n\nwide = mlp\n"
     records = "def of_ward(user):\n    return features[user], labels[user]\n"
     (base / "own").mkdir()

@@ -381,7 +381,7 @@ def houses():
         ),
     ],
 )
-def test_no_error_of_the_readers_own_code_quotes_a_record(tmp_path, monkeypatch, sets, said):
+def test_no_error_of_your_own_code_quotes_a_record(tmp_path, monkeypatch, sets, said):
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "at_import.py").write_text(f'it = float("{SECRET}")\n')
     monkeypatch.syspath_prepend(tmp_path)
