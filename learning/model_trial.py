@@ -40,7 +40,8 @@ _OTHER_PROCESS = """
 import pickle, sys
 from shufl.learning.your_code import make_importable
 make_importable(pickle.load(sys.stdin.buffer))
-pickle.load(sys.stdin.buffer).write(sys.argv[1])
+trial, path = pickle.load(sys.stdin.buffer)
+trial.write(path)
 """
 
 
@@ -203,8 +204,8 @@ class _Trial:
         with tempfile.TemporaryDirectory(prefix="shufl-") as folder:
             path = Path(folder, "updates")
             ended = subprocess.run(
-                [sys.executable, "-P", "-c", _OTHER_PROCESS, path],
-                input=pickle.dumps(sys.path) + pickle.dumps(self),
+                [sys.executable, "-P", "-c", _OTHER_PROCESS],
+                input=pickle.dumps(sys.path) + pickle.dumps((self, path)),
                 capture_output=True,
             )
             if not path.exists():
@@ -219,7 +220,7 @@ class _Trial:
             )
         return updates
 
-    def write(self, path: str) -> None:
+    def write(self, path: Path) -> None:
         """Writes the updates to a file; in their place why there are none."""
         try:
             model = self.make_model().train()
@@ -227,7 +228,7 @@ class _Trial:
             updates: list[np.ndarray] | str = _updates(model, self.training, self.users)
         except CODE_ERRORS as error:
             updates = one_line(error)
-        Path(path).write_bytes(pickle.dumps(updates))
+        path.write_bytes(pickle.dumps(updates))
 
 
 def close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:

@@ -111,11 +111,6 @@ class Experiment:
         return _shuffler_of(self.config)
 
     @property
-    def crowds(self) -> tuple[int, ...]:
-        """How many users report to each shuffler."""
-        return self.shuffler_of.crowds(self.plan.users)
-
-    @property
     def load_users(self) -> LoadUsers:
         """Gives access to the users' records; picklable."""
         data = self.config.data

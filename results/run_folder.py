@@ -214,10 +214,7 @@ class RunRecorder:
 
     def _to_tensorboard(self, row: dict[str, Any]) -> None:
         scalars: dict[str, float | None] = {
-            "reports": row["reports"],
-            "rejected": row["rejected"],
-            "users_present": row["users_present"],
-            "silent_nodes": row["silent_nodes"],
+            **{key: row[key] for key in ("reports", "rejected", "users_present", "silent_nodes")},
             **{f"test/{name}": row[name] for name in row.keys() - _COLUMNS},
             **{f"epsilon/{name}": value for name, value in row["epsilons"].items()},
         }

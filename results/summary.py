@@ -29,6 +29,12 @@ ENROLLED = "as the authority enrolled them (each node's log says by which column
 """Where the users of real nodes come from."""
 
 
+_OF_PLAN = (
+    *("users", "delta", "adjacency", "shuffler_blankets", "mixing", "central_noise"),
+    *("least_present", "accountant", "target_epsilon"),
+)
+
+
 def summarise(
     result: RunEnd, experiment: Experiment, engine: Engine, recorder: RunRecorder
 ) -> dict[str, Any]:
@@ -38,26 +44,15 @@ def summarise(
     too_few = too_few_present(plan, rows, result.rounds)
     present = [row["users_present"] for row in rows if row["outcome"] != "lost"]
     return {
-        "engine": simulation.engine,
-        "noise": simulation.noise,
-        "device": simulation.device,
-        "precision": simulation.precision,
+        **{key: getattr(simulation, key) for key in ("engine", "noise", "device", "precision")},
         "gradients": engine.gradients,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
         "score": experiment.task.score,
         **result.metrics,
-        "users": plan.users,
         "users_by": experiment.users_by if engine.nodes == "simulated" else ENROLLED,
-        "delta": plan.delta,
-        "adjacency": plan.adjacency,
-        "shuffler_blankets": plan.shuffler_blankets,
-        "mixing": plan.mixing,
-        "central_noise": plan.central_noise,
-        "least_present": plan.least_present,
+        **{key: getattr(plan, key) for key in _OF_PLAN},
         "fewest_users_present": min(present, default=None),  # in a lost round nobody counts
-        "accountant": plan.accountant,
-        "target_epsilon": plan.target_epsilon,
         "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few)),
         "doubt": last_doubt(rows),
         "versions": {

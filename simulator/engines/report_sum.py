@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from shufl.server import RoundFailed
 from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
 from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.user_gradients import Method, clipped_sum_of_updates, ready_for
+
+if TYPE_CHECKING:
+    from shufl.results.experiment import ShufflerOf
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
@@ -47,7 +50,6 @@ class VectorisedSettings:
         training: how users compute their updates.
         method: how users' gradients are computed.
         seed: of coins and noise; None takes them from the operating system.
-        crowds: how many users report to each shuffler.
         shuffler_of: gives the shuffler of each user, numbered from 0.
         keys: the engine's keys of the configuration.
         chunk: about how many records are computed at once.
@@ -60,8 +62,7 @@ class VectorisedSettings:
     training: LocalTraining
     method: Method
     seed: int | None
-    crowds: tuple[int, ...]
-    shuffler_of: Callable[[np.ndarray], np.ndarray]
+    shuffler_of: ShufflerOf
     keys: VectorisedKeys
     chunk: int
     frozen: str

@@ -84,7 +84,6 @@ class VectorisedEngine:
             training=experiment.local_training,
             method=self.gradients,
             seed=experiment.seed,
-            crowds=experiment.crowds,
             shuffler_of=experiment.shuffler_of,
             keys=keys,
             chunk=chunk,
@@ -183,6 +182,7 @@ class VectorisedRounds:
         self._settings = settings
         self._randomness = make_randomness(settings.seed)
         self._sum_reports = sum_reports
+        self._crowds = np.array(settings.shuffler_of.crowds(settings.plan.users))
         self._discarded = 0  # rounds in a row
 
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
@@ -257,8 +257,7 @@ class VectorisedRounds:
             The ids of those who are present; and how many users of each shuffler are present, with
             or without a check-in: int of shape (shufflers,).
         """
-        settings, silent = self._settings, self._settings.keys.silent
-        crowds = np.asarray(settings.crowds)
+        settings, silent, crowds = self._settings, self._settings.keys.silent, self._crowds
         if not silent:
             return users, crowds
         random = np.random.default_rng(

@@ -274,7 +274,7 @@ def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
 def test_accountants_that_count_on_others_are_priced_at_the_smallest_crowd(tmp_path):
     config = blankets_config(tmp_path, rounds=3, users=601, nodes=5, number=2)
     experiment = prepare(load(str(config)))
-    assert experiment.crowds == (361, 240)
+    assert experiment.shuffler_of.crowds(601) == (361, 240)
     assert experiment.plan.least_present == 240
     assert experiment.plan.event().users == 240
     assert np.bincount(experiment.shuffler_of(np.arange(601))).tolist() == [361, 240]

@@ -14,7 +14,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from shufl.learning import local_update, user_updates
-from shufl.learning.config import Data, load
+from shufl.learning.config import DATASETS, Data, load
+from shufl.learning.data import datasets
 from shufl.learning.data.datasets import (
     Dataset,
     copy_archives,
@@ -26,6 +27,7 @@ from shufl.learning.data.partition import LoadUsers, deal
 from shufl.learning.models import build_model
 from shufl.learning.parameters import frozen_digest, load_sent, sent
 from shufl.learning.tasks import Form
+from shufl.learning.your_code import find
 from shufl.protocol.validation import ConfigError
 from shufl.results.engine import engine_of
 from shufl.results.experiment import prepare
@@ -45,6 +47,13 @@ def test_digits_are_scikit_learns_split_in_fifths():
     inputs = digits.inputs(digits.train_features)
     assert (digits.train_features == raw).all()
     assert (inputs.min(), inputs.max()) == (-1.0, 1.0)
+
+
+def test_names_of_an_older_version_mean_what_they_meant():
+    """The published grid over learning rates has them."""
+    for name in ("mnist", "fashion_mnist"):
+        meant = find("data.dataset", f"shufl.simulator.data.held_out:{name}", DATASETS)
+        assert meant is getattr(datasets, f"held_out_{name}")
 
 
 def test_held_out_records_are_the_last_for_training_and_the_test_set_has_no_part():
