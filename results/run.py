@@ -114,9 +114,12 @@ class Run:
             ConfigError: the folder's config.toml cannot be run.
         """
         config = config or config_of(folder)
+        if make_engine is not None:  # a server's process loads no engine of a simulation
+            experiment = prepare(config)
+            return cls(folder, experiment, make_engine(experiment), console)
         usual = engine_of(config.simulation.engine)
-        experiment = prepare(config) if make_engine else prepare(config, usual.check)
-        return cls(folder, experiment, (make_engine or usual)(experiment), console)
+        experiment = prepare(config, usual.check)
+        return cls(folder, experiment, usual(experiment), console)
 
     @usual_settings()
     def train(self, on_round: OnRound = lambda model: False) -> RunEnd:

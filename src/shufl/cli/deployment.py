@@ -18,7 +18,6 @@ from rich.table import Table
 from shufl.cli import end_in_order, options
 from shufl.protocol.console import Console
 from shufl.protocol.logs import log_handler
-from shufl.results.tables import epsilon_text, score_text
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -241,6 +240,7 @@ def status_command(
     from shufl.deploy.sites import ServerSite, load_site
     from shufl.deploy.status import newest_run, status_of
     from shufl.protocol.validation import ConfigError
+    from shufl.results.tables import epsilon_text, score_text
 
     here = Path("server.toml")
     with options.failing(ConfigError, OSError):

@@ -15,6 +15,8 @@ from shufl.protocol.rounding import rounded_up
 from shufl.results.tables import epsilon_text
 
 device_app = typer.Typer(
+    add_completion=False,
+    suggest_commands=False,
     help="A device's own ledger: what it was offered, and its owner's limits.",
     no_args_is_help=True,
 )
