@@ -65,11 +65,15 @@ def vectorised(config: Config, noise: str, method: str | None = None) -> Play:
     """A round of the engine, in this process or by Ray workers; its gradients by `method`."""
     simulation = config.simulation.model_copy(update={"noise": noise})
     engine = VectorisedEngine(prepare(config.model_copy(update={"simulation": simulation})))
-    settings = replace(engine.settings, method=method or engine.settings.method)
+    settings = engine.settings
+    if method is not None:
+        settings = replace(settings, computation=replace(settings.computation, method=method))
     model = settings.make_model()
     engine.settings = settings
     folder = Path(_ENDS.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-    rounds = VectorisedRounds(settings, _ENDS.enter_context(engine._sum_reports(folder)))
+    rounds = VectorisedRounds(
+        settings, _ENDS.enter_context(engine._sum_reports(folder, threading.Event()))
+    )
     return lambda round: rounds(round, model).aggregate.reports
 
 

@@ -107,10 +107,12 @@ class RecordFile(Section):
         chosen = torch.zeros(drawn_of, dtype=torch.bool)
         chosen[torch.from_numpy(random.permutation(drawn_of)[:count])] = True
         tested = chosen[owners] if self.test_of == "users" else chosen
-        records = features[~tested], labels[~tested], features[tested], labels[tested]
         return Dataset(
-            *records,
-            self.classes,
+            train_features=features[~tested],
+            train_labels=labels[~tested],
+            test_features=features[tested],
+            test_labels=labels[tested],
+            classes=self.classes,
             mean=self.mean or (0.0,),
             std=self.std or (1.0,),
             users=owners[~tested],

@@ -83,9 +83,12 @@ def _dataset(
     random = np.random.Generator(np.random.Philox(key=_KEY))
     chosen = random.permutation(int(owners.max()) + 1)
     tested = torch.isin(owners, torch.from_numpy(chosen[: len(chosen) // 5]))
+    ratings = torch.from_numpy(labels)
     return Dataset(
-        *(ids[~tested], torch.from_numpy(labels)[~tested]),
-        *(ids[tested], torch.from_numpy(labels)[tested]),
+        train_features=ids[~tested],
+        train_labels=ratings[~tested],
+        test_features=ids[tested],
+        test_labels=ratings[tested],
         users=owners[~tested],
         task="regression",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -189,6 +190,20 @@ def _dirichlet(
     return np.array(dealt)
 
 
+class Together(NamedTuple):
+    """The n records of k users, one user after another.
+
+    Attributes:
+        features: as model input, shape (n, ...).
+        labels: shape (n, ...).
+        sizes: how many records each user has, int64 of shape (k,).
+    """
+
+    features: torch.Tensor
+    labels: torch.Tensor
+    sizes: np.ndarray
+
+
 class PartitionedRecords:
     """Gives a user's records by the user's id: features as model input, and labels.
 
@@ -206,11 +221,8 @@ class PartitionedRecords:
         features, labels, _ = self.together(np.array([user]))
         return features, labels
 
-    def together(self, users: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Features and labels of k users, one user after another, and how many each user has.
-
-        Of r records in all: shapes (r, ...), (r, ...) and (k,).
-        """
+    def together(self, users: np.ndarray) -> Together:
+        """The records of k users, by their ids: int of shape (k,)."""
         if users.min() < self._first or users.max() >= self._last:
             raise IndexError(f"users must lie in [{self._first}, {self._last}), got {users}")
         own = users - self._first
@@ -219,7 +231,7 @@ class PartitionedRecords:
             of.index_select(0, index)
             for of in (self._dataset.train_features, self._dataset.train_labels)
         )
-        return self._dataset.inputs(features), labels, self.partition.sizes(own)
+        return Together(self._dataset.inputs(features), labels, self.partition.sizes(own))
 
     def sizes(self, users: np.ndarray) -> np.ndarray:
         """How many records each of these users has."""

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shufl.learning import Loss, SeededDropout, in_type, unfolded_attention
 from shufl.learning.config import Precision
+from shufl.learning.data.partition import Together
 from shufl.learning.parameters import trained
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
@@ -43,8 +44,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 @torch.no_grad()
 def gradients_of_users(
     model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
+    records: Together,
     buckets: Sequence[Bucket],
     loss_of: Loss,
     masks: SeededDropout,
@@ -55,14 +55,16 @@ def gradients_of_users(
     Factors are converted to float32 first, so the norm is that of the gradient that is summed.
 
     Args:
-        model, features, labels, precision: see `clipped_sum_of_updates`.
+        model, records: see `clipped_sum_of_updates`.
         buckets: of all users.
         loss_of: gives each record's loss.
         masks: the users' dropout.
+        precision: what the model computes in.
 
     Raises:
         Unsupported: a parameter is used twice, or with a tensor that is no trained parameter.
     """
+    features, labels, _ = records
     exact, known = next(iter(trained(model).values())).dtype, names_of(model)
     shares = torch.empty(len(labels), dtype=exact, device=features.device)
     for bucket in buckets:

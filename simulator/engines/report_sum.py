@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shufl.accounting import PrivacyPlan
-from shufl.learning import LocalTraining, ModuleState
+from shufl.learning import ModuleState
 from shufl.learning.config import VectorisedKeys
 from shufl.learning.data.partition import PartitionedRecords
 from shufl.learning.model_trial import exact_float32
@@ -25,7 +25,7 @@ from shufl.protocol.mechanisms import LdpSgd, make_randomness, seed_of_shuffler,
 from shufl.server import RoundFailed
 from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
 from shufl.simulator.engines.memory import keep_freed_memory
-from shufl.simulator.engines.user_gradients import Method, clipped_sum_of_updates, ready_for
+from shufl.simulator.engines.user_gradients import Computation, clipped_sum_of_updates, ready_for
 
 if TYPE_CHECKING:
     from shufl.results.experiment import ShufflerOf
@@ -47,8 +47,7 @@ class VectorisedSettings:
         plan: the privacy plan.
         make_model: builds the model.
         dimension: d, the number of its parameters.
-        training: how users compute their updates.
-        method: how users' gradients are computed.
+        computation: how users' updates are computed.
         seed: of coins and noise; None takes them from the operating system.
         shuffler_of: gives the shuffler of each user, numbered from 0.
         keys: the engine's keys of the configuration.
@@ -59,8 +58,7 @@ class VectorisedSettings:
     plan: PrivacyPlan
     make_model: Callable[[], nn.Module]
     dimension: int
-    training: LocalTraining
-    method: Method
+    computation: Computation
     seed: int | None
     shuffler_of: ShufflerOf
     keys: VectorisedKeys
@@ -113,15 +111,15 @@ class ReportSum:
     """
 
     def __init__(self, settings: VectorisedSettings, records: PartitionedRecords):
-        self._plan, self._training = settings.plan, settings.training
-        self._method, self._dimension = settings.method, settings.dimension
-        device, self._precision = settings.keys.device, settings.keys.precision
+        self._plan, self._computation = settings.plan, settings.computation
+        self._dimension, device = settings.dimension, settings.keys.device
         self._records = records.to(device)
         # A forward may write to its model, so each thread has a model of its own. On a GPU threads
         # take turns: memory holds one block's gradients, and meanwhile the other cores draw.
         copies = torch.get_num_threads() if device == "cpu" else 1
         self._models = [
-            ready_for(self._method, settings.make_model(), device) for _ in range(copies)
+            ready_for(settings.computation.method, settings.make_model(), device)
+            for _ in range(copies)
         ]
         if (own := frozen_digest(self._models[0])) != settings.frozen:  # on another machine
             raise RoundFailed(
@@ -209,27 +207,18 @@ class ReportSum:
 
     def _sum_of_updates(self, round: int, users: np.ndarray) -> torch.Tensor:
         """The sum of these users' clipped updates, float32 of shape (d,)."""
-        features, labels, sizes = self._records.together(users)
+        records = self._records.together(users)
         seeds = self._randomness.training_seeds(round, users)
         mechanism = self._plan.mechanism
         clipping = Clipping(mechanism.clip_norm)
         if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
             draws = to_normals(self._randomness.standard_normal(round, users, 2))
-            clipping = RandomSides.drawn(mechanism, draws, self._dimension, features.device)
+            clipping = RandomSides.drawn(mechanism, draws, self._dimension, records.features.device)
         model, state = self._free.get()
         try:
             try:
-                return clipped_sum_of_updates(
-                    self._method,
-                    model,
-                    features,
-                    labels,
-                    sizes,
-                    self._training,
-                    seeds=seeds,
-                    clipping=clipping,
-                    precision=self._precision,
-                ).cpu()
+                total = clipped_sum_of_updates(self._computation, model, records, seeds, clipping)
+                return total.cpu()
             finally:
                 state.restore()
         except CODE_ERRORS as error:  # of the model

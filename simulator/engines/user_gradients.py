@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from shufl.learning import (
     user_updates,
 )
 from shufl.learning.config import Precision
+from shufl.learning.data.partition import Together
 from shufl.learning.model_trial import agrees_one_by_one, made_up
 from shufl.learning.models import seeded
 from shufl.learning.parameters import dimension, trained
@@ -59,48 +61,61 @@ _NUMBERS = 2**22  # numbers that are computed at once: what caches hold
 _SHOWN = 8  # users of a trial whose gradients are compared, spread over all of its users
 
 
+@dataclass(frozen=True)
+class Computation:
+    """How the updates of many users are computed.
+
+    Attributes:
+        method: what `fastest_method` gave for the model and the training.
+        training: the users' local training.
+        precision: what the model computes in.
+    """
+
+    method: Method
+    training: LocalTraining
+    precision: Precision = "float32"
+
+
 @torch.no_grad()
 def clipped_sum_of_updates(
-    method: Method,
+    computation: Computation,
     model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
-    sizes: np.ndarray,
-    training: LocalTraining,
+    records: Together,
     seeds: np.ndarray,
     clipping: Clipping,
-    precision: Precision = "float32",
 ) -> torch.Tensor:
     """The sum over k users of `shufl.learning.local_update`, clipped as `clipping` says.
 
-    `model` keeps its parameters; nothing else may use it meanwhile. The sum is on its device.
-
     Args:
-        method: what `fastest_method` gave for this model and training.
-        model: in training mode.
-        features: the users' records, one user after another: shape (n, ...), on the model's device.
-        labels: shape (n, ...), on the model's device.
-        sizes: how many records each user has, int64 of shape (k,).
+        computation: how it is computed.
+        model: in training mode; it keeps its parameters, and nothing else may use it meanwhile.
+        records: of the users, on the model's device.
         seeds: of the users' local training, uint64 of shape (k,).
+        clipping: of the updates.
 
     Returns:
         float32 of shape (d,), on the model's device.
     """
-    keys, numbers = as_keys(seeds).to(features.device), dimension(model)
+    device, training = records.features.device, computation.training
+    keys, numbers, vmapped = (
+        as_keys(seeds).to(device),
+        dimension(model),
+        computation.method == "vmap",
+    )
     first, *_ = trained(model).values()
     total = first.new_zeros(numbers)
-    most = max(1, _worth(features.device.type) // numbers) if method == "vmap" else None
+    most = max(1, _worth(device.type) // numbers) if vmapped else None
     batch = None if training.algorithm == "fedsgd" else training.local_batch_size
-    buckets = Bucket.cut(sizes, features.device, most, batch)
-    if method == "vmap":
+    buckets = Bucket.cut(records.sizes, device, most, batch)
+    if vmapped:
         for bucket in buckets:
-            updates = _by_vmap(model, features, labels, bucket, training, keys, precision)
+            updates = _by_vmap(computation, model, records, bucket, keys)
             total += clipped_sum(updates, clipping.only(bucket.users))
         return total
     names = names_of(model).values()
-    masks = _dropout(sizes, keys)
+    masks = _dropout(records.sizes, keys)
     gradients = gradients_of_users(
-        model, features, labels, buckets, training.loss, masks, precision
+        model, records, buckets, training.loss, masks, computation.precision
     )
     for bucket, of_bucket in zip(buckets, gradients, strict=True):
         own = clipping.only(bucket.users)
@@ -111,8 +126,7 @@ def clipped_sum_of_updates(
         if bounds is not norms:
             sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
         if not sure.all():
-            few = bucket.only(~sure)
-            updates = _by_vmap(model, features, labels, few, training, keys, precision)
+            updates = _by_vmap(computation, model, records, bucket.only(~sure), keys)
             total += clipped_sum(updates, own.only(~sure))
             of_bucket, scales = only(of_bucket, sure), scales[sure]
         total += weighted_sum(of_bucket, scales.float(), names)
@@ -120,16 +134,16 @@ def clipped_sum_of_updates(
 
 
 def _by_vmap(
+    computation: Computation,
     model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
+    records: Together,
     bucket: Bucket,
-    training: LocalTraining,
     keys: torch.Tensor,
-    precision: Precision = "float32",
 ) -> Tensors:
     """`user_updates` of a bucket's users; for the arguments see `clipped_sum_of_updates`."""
-    own, called = keys[bucket.users], call_in(precision)
+    features, labels, _ = records
+    training, own = computation.training, keys[bucket.users]
+    called = call_in(computation.precision)
     if training.algorithm != "fedsgd":
         return epochs_of_users(
             model, features, labels, bucket.index, bucket.sizes, training, own, called
@@ -196,9 +210,10 @@ def fastest_method(
         )
 
     def attempt(method: Method) -> None:
-        x, y = (tensor[:count].to(device) for tensor in (features, labels))
         own, seeds = ready_for(method, model, device), np.arange(len(few), dtype=np.uint64)
-        clipped_sum_of_updates(method, own, x, y, few, training, seeds, Clipping(1.0), precision)
+        records = Together(features[:count].to(device), labels[:count].to(device), few)
+        computation = Computation(method, training, precision)
+        clipped_sum_of_updates(computation, own, records, seeds, Clipping(1.0))
 
     attempt("vmap")
     if training.algorithm != "fedsgd":
@@ -206,8 +221,8 @@ def fastest_method(
     try:
         attempt("book-keeping")
         exact = ready_for("book-keeping", model).double()
-        features, labels = (in_type(torch.float64, each) for each in (features, labels))
-        return "book-keeping" if _agrees(exact, features, labels, sizes, training) else "vmap"
+        x, y = (in_type(torch.float64, each) for each in (features, labels))
+        return "book-keeping" if _agrees(exact, Together(x, y, sizes), training) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 
@@ -278,25 +293,20 @@ def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Modul
 
 
 @torch.no_grad()
-def _agrees(
-    model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
-    sizes: np.ndarray,
-    training: LocalTraining,
-) -> bool:
+def _agrees(model: nn.Module, records: Together, training: LocalTraining) -> bool:
     """Whether book-keeping gives each user's gradient, at random parameters, and keeps no state."""
     generator = torch.Generator().manual_seed(1)
     for parameter in trained(model).values():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     state, names = ModuleState(model), names_of(model).values()
-    most = len(sizes)
+    most, by_vmap = len(records.sizes), Computation("vmap", training)
     for users in sorted({1, min(4, most), most // 2 + 1, max(1, most - 1), most}):
-        count = int(sizes[:users].sum())
-        x, y, buckets = features[:count], labels[:count], Bucket.cut(sizes[:users])
-        keys = torch.arange(users)
-        masks = _dropout(sizes[:users], keys)
-        found = gradients_of_users(model, x, y, buckets, training.loss, masks, "float32")
+        sizes = records.sizes[:users]
+        count = int(sizes.sum())
+        some = Together(records.features[:count], records.labels[:count], sizes)
+        keys, buckets = torch.arange(users), Bucket.cut(sizes)
+        masks = _dropout(sizes, keys)
+        found = gradients_of_users(model, some, buckets, training.loss, masks, "float32")
         given = list(zip(buckets, found, strict=True))
         if state.restore():
             return False
@@ -307,7 +317,7 @@ def _agrees(
                 continue
             kept, alone = only(gradients, chosen), torch.eye(int(chosen.sum()), dtype=torch.float64)
             ours = torch.stack([weighted_sum(kept, one, names) for one in alone])
-            updates = _by_vmap(model, x, y, bucket.only(chosen), training, keys)
+            updates = _by_vmap(by_vmap, model, some, bucket.only(chosen), keys)
             theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
             if not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9):
                 return False

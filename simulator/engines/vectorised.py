@@ -46,7 +46,7 @@ from shufl.simulator.engines.report_sum import (
     VectorisedSettings,
     sizes_to_try,
 )
-from shufl.simulator.engines.user_gradients import Method, fastest_method, usual_chunk
+from shufl.simulator.engines.user_gradients import Computation, Method, fastest_method, usual_chunk
 
 if TYPE_CHECKING:
     from shufl.learning.config import Config
@@ -69,6 +69,7 @@ class VectorisedEngine:
         self.check(experiment.config, experiment.parameters)
         experiment.plan.check_dimension(experiment.parameters)
         self.gradients, chunk = _method(experiment, keys)
+        computation = Computation(self.gradients, experiment.local_training, keys.precision)
         drawn = "for each report" if keys.noise == "report" else "once a round, for their sum"
         by = "" if keys.workers == 1 else f" by {keys.workers} Ray workers"
         self.description = (
@@ -81,8 +82,7 @@ class VectorisedEngine:
             plan=experiment.plan,
             make_model=experiment.make_model,
             dimension=experiment.parameters,
-            training=experiment.local_training,
-            method=self.gradients,
+            computation=computation,
             seed=experiment.seed,
             shuffler_of=experiment.shuffler_of,
             keys=keys,

@@ -125,20 +125,20 @@ def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
     """Writes a point's `result.json`, which `read_result` gives back.
 
     Raises:
-        ValueError: `came_to` is not what a `Result` has, beside the point.
+        ValueError: `came_to` is not what a `ResultFile` has, beside the point.
     """
     result = {"series": point.series, "value": point.value, "seed": point.seed} | came_to
     try:
-        Result.model_validate(result)
+        ResultFile.model_validate(result)
     except ValidationError as error:
-        raise ValueError(first_mistake(error, Result)) from None
+        raise ValueError(first_mistake(error, ResultFile)) from None
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{_RESULT}.tmp"
     unfinished.write_bytes(to_json(result, indent=2, inf_nan_mode="null") + b"\n")
     unfinished.replace(folder / _RESULT)
 
 
-class Result(Record):
+class ResultFile(Record):
     """What `result.json` has."""
 
     series: str
@@ -167,7 +167,7 @@ class Result(Record):
 def read_result(folder: Path) -> dict[str, Any] | None:
     """The result of a point; None if it has not been played to its end, or the file is damaged."""
     try:
-        return Result.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
+        return ResultFile.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
     except (FileNotFoundError, ValueError):
         return None
 

@@ -246,16 +246,8 @@ class UserReference:
         for part in np.split(users, cut(self._records.sizes(users), settings.chunk)):
             if not len(part):
                 continue
-            features, labels, sizes = self._records.together(part)
+            records, seeds = self._records.together(part), randomness.training_seeds(round, part)
             total += clipped_sum_of_updates(
-                settings.method,
-                model,
-                features,
-                labels,
-                sizes,
-                settings.training,
-                seeds=randomness.training_seeds(round, part),
-                clipping=clipping,
-                precision=settings.keys.precision,
+                settings.computation, model, records, seeds, clipping
             ).numpy(force=True)
         return total

@@ -12,11 +12,11 @@ from shufl.learning.config import flat
 from shufl.learning.data.files import RecordFile
 from shufl.learning.your_code import one_line
 from shufl.simulator.grid.definition import Point
-from shufl.simulator.grid.points import Result, read_result, write_result
+from shufl.simulator.grid.points import ResultFile, read_result, write_result
 
 _POINT = ("series", "value", "seed", "digest")
 _OTHERS = {"epsilon", "versions", "rests_on"}
-_COLUMNS = {key: field for key, field in Result.model_fields.items() if key not in _OTHERS}
+_COLUMNS = {key: field for key, field in ResultFile.model_fields.items() if key not in _OTHERS}
 _WORDS = [key for key, field in _COLUMNS.items() if key not in _POINT and field.annotation is str]
 _NUMBERS = [key for key in _COLUMNS if key not in (*_POINT, *_WORDS)]
 _EPSILON, _VERSIONS = "epsilon_", "versions"

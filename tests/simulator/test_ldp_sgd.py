@@ -37,7 +37,7 @@ def test_the_sum_of_reports_has_the_law_of_one_made_of_single_reports(device):
     model, records = engine.settings.make_model().train(), engine.load_users()
     mechanism, dimension = experiment.plan.mechanism, experiment.parameters
     updates = np.stack([
-        clip(local_update(model, *records(user), engine.settings.training, 0), CLIP)
+        clip(local_update(model, *records(user), engine.settings.computation.training, 0), CLIP)
         for user in range(USERS)
     ])  # fmt: skip
     coins, random = SeededRandomness(5), np.random.default_rng(1)

@@ -84,7 +84,9 @@ def sum_by_hand(engine, users, round):
     total = np.zeros(settings.dimension)
     seeds = randomness.training_seeds(round, users).tolist()
     for user, seed in zip(users.tolist(), seeds, strict=True):
-        total += clip(local_update(model, *records(user), settings.training, seed), clip_norm)
+        total += clip(
+            local_update(model, *records(user), settings.computation.training, seed), clip_norm
+        )
     return total
 
 
