@@ -20,7 +20,7 @@ import torch
 from shufl.accounting import Ledger, PrivacyPlan, accountants_for
 from shufl.learning.config import load
 from shufl.results.plots import plot_score_epsilon
-from shufl.results.rows import read_rows
+from shufl.results.run_folder import read_rows
 from shufl.results.tables import epsilon_text
 
 PUBLISHED_ACCURACY = 80

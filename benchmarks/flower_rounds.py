@@ -28,8 +28,8 @@ from shufl.learning.config import load
 from shufl.protocol.console import Console
 from shufl.protocol.mechanisms import SeededRandomness
 from shufl.results.experiment import Experiment, prepare
-from shufl.results.rows import read_rows
 from shufl.results.run import Run
+from shufl.results.run_folder import read_rows
 from shufl.simulator.engines.flower import run_on_flower
 from shufl.simulator.engines.ray_cluster import running_ray
 

@@ -23,7 +23,6 @@ leak happens in one of a thousand calls at most.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import multiprocessing
 import os
@@ -47,7 +46,7 @@ from shufl.accounting import PrivacyPlan
 from shufl.clients import ClientSettings, Deployed, device_node, load_device, serve_device, worker
 from shufl.clients.worker import Worker
 from shufl.learning import LocalTraining, UserRecords
-from shufl.learning.models import build_model
+from shufl.learning.models import ModelMaker
 from shufl.learning.tasks import Form
 from shufl.protocol import GaussianMechanism
 from shufl.protocol.mechanisms import most_blankets
@@ -68,7 +67,7 @@ RECORDS = {"few": 20, "many": 2000}
 SHAPE, CLASSES, BLANKETS = (1, 28, 28), 10, 5.0
 FALSE_ALARMS = 1e-3  # of all attackers together, at most
 _MOST_REFUSED = 100  # rounds of a call
-make_model = functools.partial(build_model, "mlp", Form(SHAPE, CLASSES), 0, {"hidden": 256})
+make_model = ModelMaker("mlp", Form(SHAPE, CLASSES), 0, {"hidden": 256})
 
 
 def load_users() -> UserRecords:

@@ -42,12 +42,12 @@ from rich.table import Table
 from torch.nn import functional
 
 from shufl.learning.config import Config, load
-from shufl.learning.trial import exact_float32
+from shufl.learning.model_trial import exact_float32
 from shufl.protocol.console import Console
 from shufl.protocol.mechanisms import SeededRandomness
 from shufl.results.experiment import Experiment, prepare
-from shufl.results.rows import read_rows
 from shufl.results.run import Run
+from shufl.results.run_folder import read_rows
 from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 
@@ -65,11 +65,15 @@ def vectorised(config: Config, noise: str, method: str | None = None) -> Play:
     """A round of the engine, in this process or by Ray workers; its gradients by `method`."""
     simulation = config.simulation.model_copy(update={"noise": noise})
     engine = VectorisedEngine(prepare(config.model_copy(update={"simulation": simulation})))
-    settings = replace(engine.settings, method=method or engine.settings.method)
+    settings = engine.settings
+    if method is not None:
+        settings = replace(settings, computation=replace(settings.computation, method=method))
     model = settings.make_model()
     engine.settings = settings
     folder = Path(_ENDS.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-    rounds = VectorisedRounds(settings, _ENDS.enter_context(engine._sum_reports(folder)))
+    rounds = VectorisedRounds(
+        settings, _ENDS.enter_context(engine._sum_reports(folder, threading.Event()))
+    )
     return lambda round: rounds(round, model).aggregate.reports
 
 

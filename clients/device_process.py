@@ -27,7 +27,7 @@ from shufl.clients.device import RoundRefused
 from shufl.clients.device_node import DeviceNode
 from shufl.clients.relay import SERVICE
 from shufl.clients.settings import ClientSettings
-from shufl.learning.trained import sent
+from shufl.learning.parameters import sent
 from shufl.protocol.text import one_line
 from shufl.vendor_internals import RecordsMessage, records_from_message, records_to_message
 

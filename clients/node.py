@@ -19,8 +19,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from shufl.clients.device import RoundRefused, SimulatedLedger
 from shufl.clients.policy import Simulated
 from shufl.clients.settings import ClientSettings
-from shufl.learning.trained import frozen_digest, sent
-from shufl.learning.work import ERRORS, Records, Work
+from shufl.learning.node_updates import NodeUpdates, Records
+from shufl.learning.parameters import frozen_digest, sent
+from shufl.learning.your_code import CODE_ERRORS
 from shufl.protocol.mechanisms import (
     Randomness,
     allocated,
@@ -140,7 +141,7 @@ class Node:
         self.settings, self._policy = settings, settings.policy
         self._plan_digest = settings.plan.digest()
         self._randomness = randomness or make_randomness(self._policy.seed)
-        self._work = Work(settings.make_model, settings.training, self._policy.together)
+        self._work = NodeUpdates(settings.make_model, settings.training, self._policy.together)
         self._records = settings.load_users()
         self._ledgers: dict[int, SimulatedLedger | None] = {}
         self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
@@ -383,7 +384,7 @@ class Node:
         for user in users.tolist():
             try:
                 features, _ = records = self._records(user)
-            except ERRORS as error:
+            except CODE_ERRORS as error:
                 raise _failed(round, user, error) from error
             most = self._work.most_at_once(features)
             if group and (len(group) >= most or group[0][1][0].shape != features.shape):

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from shufl.learning.local_training import LocalTraining, UserRecords
-from shufl.learning.trained import dimension, sent
-from shufl.learning.work import Records, Work, raised
+from shufl.learning.node_updates import NodeUpdates, Records, raised
+from shufl.learning.parameters import dimension, sent
 from shufl.protocol.plan import Window
 from shufl.protocol.text import rounded_up
 
@@ -308,7 +308,7 @@ def _serve(
     """What the child does."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the parent
         signal.signal(number, signal.SIG_IGN)
-    work = Work(make_model, training, together=False)
+    work = NodeUpdates(make_model, training, together=False)
     try:
         while True:
             pipe.send(None)
@@ -328,7 +328,7 @@ def _set_up(threads: int) -> None:
 
 
 def compute(
-    work: Work, memory: _Memory, seeds: np.ndarray, tell: Callable[[tuple[int, str]], None]
+    work: NodeUpdates, memory: _Memory, seeds: np.ndarray, tell: Callable[[tuple[int, str]], None]
 ) -> bool:
     """Computes what is to do, until an update fails: then `tell` is told whose, and why.
 

@@ -24,7 +24,7 @@ from shufl.deploy.deployment import LONGEST_SOCKET
 from shufl.deploy.run_status import ask_health
 from shufl.deploy.site_files import NodeSite, ServerSite, flower_connection, load_site, role_of
 from shufl.learning.config import load
-from shufl.learning.section import one_line
+from shufl.learning.your_code import one_line
 from shufl.protocol import shuffler_of
 from shufl.protocol.validation import read_toml
 from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable

@@ -20,8 +20,8 @@ from cryptography import x509
 
 from shufl.deploy.deployment import Deployment, Site
 from shufl.deploy.site_files import LOG_FILE, append_log
-from shufl.learning.section import ConfigError
 from shufl.protocol.files import write_whole
+from shufl.protocol.validation import ConfigError
 from shufl.shuffler.callers import Role, fingerprint_of
 from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from, was_cut_short
 

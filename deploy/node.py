@@ -13,7 +13,6 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from torch import nn
 
 from shufl.accounting import PrivacyPlan
 from shufl.clients import ClientSettings, Deployed, load_device
@@ -21,26 +20,23 @@ from shufl.clients.worker import Worker
 from shufl.deploy.site_files import NodeSite, check_cover
 from shufl.learning import LocalTraining, UserRecords
 from shufl.learning.config import Config, load
-from shufl.learning.configured import (
-    check_model_size,
-    local_training,
-    model_maker,
-    plan_of,
-    records_loader,
-)
-from shufl.learning.data.datasets import outside, wrong_tensor
-from shufl.learning.data.features import map_records
+from shufl.learning.configured import check_model_size, local_training, model_maker, plan_of
 from shufl.learning.data.files import RecordFile, tensor_of
 from shufl.learning.data.users import spaced, where
-from shufl.learning.section import READERS_ERRORS, ConfigError, find, one_line, readers_code
-from shufl.learning.tasks import TYPES, Form
-from shufl.learning.trained import dimension
-from shufl.learning.trial import try_users
+from shufl.learning.model_trial import try_users
+from shufl.learning.models import ModelMaker
+from shufl.learning.parameters import dimension
+from shufl.learning.tasks import TYPES, Form, outside, wrong_tensor
+from shufl.learning.your_code import CODE_ERRORS, find, one_line, your_code
+from shufl.protocol.validation import ConfigError
 from shufl.shuffler import message_length
 
 log = logging.getLogger(__name__)
 
 _FILES = ".csv", ".parquet"
+
+LoadRecords = Callable[[], UserRecords]
+"""Gives access to the records of a node's users."""
 
 
 def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
@@ -79,8 +75,8 @@ class NodeWork:
     site: NodeSite
     config: Config
     plan: PrivacyPlan
-    make_model: functools.partial[nn.Module]
-    load_users: Callable[[], UserRecords]
+    make_model: ModelMaker
+    load_users: LoadRecords
     training: LocalTraining
 
     @classmethod
@@ -101,7 +97,7 @@ class NodeWork:
         check_model_size(config, parameters)
         plan.check_dimension(parameters, site.users)
         load_users = _records(site, folder, config, plan)
-        with readers_code("data: the records cannot be read", quote=()):
+        with your_code("data: the records cannot be read", quote=()):
             records = load_users()
         for user in range(site.users):
             _check_records(records, user, form)
@@ -167,9 +163,7 @@ def agreed_plan(config: Config) -> PrivacyPlan:
     return plan_of(config)[1]
 
 
-def _records(
-    site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan
-) -> Callable[[], UserRecords]:
+def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) -> LoadRecords:
     """What gives access to the users' records, mapped to features if there is a map."""
     data, path = config.data, folder / site.data
     own: functools.partial[UserRecords]
@@ -179,7 +173,11 @@ def _records(
                 f"first_user + users must be at most {plan.users}, the plan's users, "
                 f"got {site.first_user} + {site.users}"
             )
-        return functools.partial(_simulated, records_loader(config, site.digest), site.first_user)
+        # Not at the top: a node whose records come from a file deals none.
+        from shufl.learning.data.partition import LoadUsers
+
+        everybody = LoadUsers(data, config.data_seed, site.digest)
+        return functools.partial(_simulated, everybody, site.first_user)
     if ":" in site.data:
         own = functools.partial(find, "data", site.data, {})
     elif path.suffix in _FILES:
@@ -197,25 +195,27 @@ def _records(
     return functools.partial(_mapped, own, data.features, site.label_type)
 
 
-def _without_quotes(load_users: Callable[[], UserRecords]) -> UserRecords:
+def _without_quotes(load_users: LoadRecords) -> UserRecords:
     """What gives the records that were checked before; if it fails now, its error quotes none."""
     failure = "data: the records cannot be read any more"
-    with readers_code(failure, quote=()):
+    with your_code(failure, quote=()):
         records = load_users()
 
     def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with readers_code(failure, quote=()):
+        with your_code(failure, quote=()):
             return records(user)
 
     return read
 
 
-def _simulated(load_users: Callable[[], UserRecords], first: int) -> UserRecords:
+def _simulated(load_users: LoadRecords, first: int) -> UserRecords:
     records = load_users()
     return lambda user: records(first + user)
 
 
-def _mapped(own: Callable[[], UserRecords], features: str, label_type: str) -> UserRecords:
+def _mapped(own: LoadRecords, features: str, label_type: str) -> UserRecords:
+    from shufl.learning.data.features import map_records
+
     records = own()
 
     def mapped(user: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,7 +275,7 @@ def _check_records(records: UserRecords, user: int, form: Form) -> None:
     try:
         features, labels = records(user)
         mistake = _mistake(features, labels, form.input_type, form.label_type)
-    except READERS_ERRORS as error:
+    except CODE_ERRORS as error:
         why = one_line(error, quote=(ConfigError,))
         raise ConfigError(f"data: the records of user {user} cannot be read: {why}") from error
     if mistake:

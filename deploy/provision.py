@@ -25,10 +25,11 @@ from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.site_files import ServerSite
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
-from shufl.learning.section import ConfigError, is_carried
+from shufl.learning.your_code import is_carried
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan_fields import AccountantName
 from shufl.protocol.text import rounded_down
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role
 

@@ -31,7 +31,7 @@ from shufl.deploy.deployment import (
 from shufl.deploy.provision import provision
 from shufl.deploy.superlink import register, run_on
 from shufl.learning.config import load
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
 from shufl.shuffler.keys import Request, make_flower_key
 

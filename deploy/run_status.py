@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shufl.accounting import Ledger, LedgerError, rounds_within_budget
 from shufl.deploy.site_files import OUTCOME_FILE, ServerSite
-from shufl.learning.section import ConfigError
 from shufl.protocol.outcomes import NODES_FILE
-from shufl.results.rows import read_run
+from shufl.protocol.validation import ConfigError
+from shufl.results.run_folder import read_run
 from shufl.results.tables import last_doubt, scores_of
 from shufl.shuffler import Credentials
 from shufl.shuffler.wire.connection import Connection

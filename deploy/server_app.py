@@ -36,14 +36,15 @@ from shufl.deploy.site_files import (
 from shufl.learning.config import Config
 from shufl.learning.configured import check_model_size
 from shufl.learning.data.features import check_digest
-from shufl.learning.section import ConfigError, make_importable, one_line
+from shufl.learning.your_code import make_importable, one_line
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan import Times
 from shufl.protocol.text import logs_to
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import Experiment, prepare
-from shufl.results.rows import MetricsError
 from shufl.results.run import Run
+from shufl.results.run_folder import MetricsError
 from shufl.server import (
     CheckpointError,
     Deployed,

@@ -11,9 +11,9 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from shufl.learning.section import ConfigError, Section, read_file
+from shufl.learning.section import Section, read_file
 from shufl.protocol import AgreedNode
-from shufl.protocol.validation import Count, Positive, Seconds, read_toml
+from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml
 from shufl.shuffler import Credentials
 from shufl.shuffler.wire.channel import check_address, parse_address
 

@@ -37,13 +37,13 @@ from shufl.deploy.site_files import (
     load_site,
 )
 from shufl.learning.config import Config
-from shufl.learning.section import ConfigError, one_line
+from shufl.learning.your_code import one_line
 from shufl.protocol.files import write_whole
 from shufl.protocol.outcomes import RoundOutcome
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
 from shufl.results.interrupts import interrupts
-from shufl.results.rows import read_rows
-from shufl.results.run import config_of, make_folder
+from shufl.results.run_folder import config_of, make_folder, read_rows
 from shufl.server import MOST_IN_VAIN, RoundFailed
 
 # The Flower app: no code, but the names of two modules that are installed where they run.

@@ -1,9 +1,8 @@
-from .algorithms import STEPS, Step
 from .dropout import SeededDropout, unfolded_attention
-from .evaluation import Measure, evaluate
-from .local_training import LocalTraining, Loss, UserRecords, cross_entropy
+from .local_training import STEPS, LocalTraining, Loss, Step, UserRecords, cross_entropy
 from .module_state import ModuleState, StateError
-from .tensor_files import load_tensors, save_tensors
+from .parameters import load_tensors, save_tensors
+from .tasks import Measure, evaluate
 from .update import as_keys, epochs_of_users, in_type, local_update, record_orders, user_updates
 
 __all__ = [

@@ -6,7 +6,7 @@ import copy
 import importlib.resources
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,16 +14,40 @@ import tomli_w
 from pydantic import Field, PlainValidator, model_validator
 
 from shufl.learning.data.files import RecordFile
-from shufl.learning.names import ALGORITHMS, DATASETS, FEATURES, TASKS, Optimisers, Scheme
-from shufl.learning.section import ConfigError, Section
+from shufl.learning.section import Section
 from shufl.protocol.outcomes import Schedule
 from shufl.protocol.plan import Times
 from shufl.protocol.plan_fields import CheckInRate, Privacy, Rounds, Users
-from shufl.protocol.validation import Count, Positive, Seconds, read_toml, shown
+from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml, shown
+
+DATASETS = {
+    "digits": "shufl.learning.data.datasets:digits",
+    "mnist": "shufl.learning.data.datasets:mnist",
+    "fashion-mnist": "shufl.learning.data.datasets:fashion_mnist",
+    "cifar10": "shufl.learning.data.datasets:cifar10",
+    "insteval": "shufl.learning.data.natural:insteval",
+    "movielens": "shufl.learning.data.natural:movielens",
+}
+FIXED = set(DATASETS) - {"insteval", "movielens"}
+"""Datasets that are the same everywhere; the files of the others are yours."""
+FEATURES = {"scattering": "shufl.learning.data.scattering:whitened_scattering"}
+ALGORITHMS = ("fedsgd", "fedavg", "fedprox")
+Optimisers = Literal[
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam",
+    "rmsprop", "rprop", "sgd",
+]  # fmt: skip
+"""The server's optimisers: classes of torch.optim that need only gradients."""
+TASKS = {
+    "classification": "shufl.learning.tasks:CLASSIFICATION",
+    "regression": "shufl.learning.tasks:REGRESSION",
+    "next-token": "shufl.learning.tasks:NEXT_TOKEN",
+}
+Scheme = Literal["natural", "iid", "by-label", "dirichlet", "repeated"]
+"""How records come to users."""
 
 
 class PrivacySection(Privacy):
-    """The privacy plan, but for n; a run has these, whatever else is open."""
+    """The privacy plan without n; a run states these three values, whatever else is open."""
 
     check_in_rate: CheckInRate
     target_epsilon: Positive
@@ -49,27 +73,34 @@ else:  # of a union pydantic would say what each part expects
     _Dataset = Annotated[Any, PlainValidator(_dataset)]
 
 
+def _name_of(known: Iterable[str], default: str | None = None) -> Any:
+    """A field for one of these names, or for the name of your own code."""
+    return Field(
+        default,
+        pattern=f"^({'|'.join(known)}|.+:.+)$",
+        description=f"one of {', '.join(known)}, or module:callable",
+    )
+
+
+def _table_of(what: str) -> Any:
+    """A field for a table, which is empty by default."""
+    return Field(default_factory=dict, description=f"a table of {what}")
+
+
 class Data(Section):
     """A dataset and a map of its records, by name or `module:callable`; its users.
 
     Attributes:
         task: what is learnt. Default: what the dataset says.
         users: how many. Default: all whom the dataset names, else as many as it has records.
-        partition: default: `natural` where the dataset says whose each record is, else `iid`.
-        most_records: of a user with more records, so many are used. Default: all.
+        partition: how records come to users. Default: `natural` where the dataset says whose each
+            record is, else `iid`.
+        most_records: how many records of a user are used at most. Default: all.
     """
 
     dataset: _Dataset = Field(description=_DATASET)
-    features: str | None = Field(
-        None,
-        pattern=f"^({'|'.join(FEATURES)}|.+:.+)$",
-        description=f"one of {', '.join(FEATURES)}, or module:callable",
-    )
-    task: str | None = Field(
-        None,
-        pattern=f"^({'|'.join(TASKS)}|.+:.+)$",
-        description=f"one of {', '.join(TASKS)}, or module:callable",
-    )
+    features: str | None = _name_of(FEATURES)
+    task: str | None = _name_of(TASKS)
     users: Users | None = None
     partition: Scheme | None = None
     concentration: Positive = 0.5
@@ -89,9 +120,7 @@ class Model(Section):
     """A model by name or `module:callable`, and its keyword arguments."""
 
     name: str
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="a table of the model's keyword arguments"
-    )
+    options: dict[str, Any] = _table_of("the model's keyword arguments")
 
 
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, description="a number in [0, 1)")]
@@ -105,21 +134,13 @@ LearningRate = Annotated[
 class Training(Section):
     """Local computation and the server's optimiser."""
 
-    algorithm: str = Field(
-        "fedsgd",
-        pattern=f"^({'|'.join(ALGORITHMS)}|.+:.+)$",
-        description=f"one of {', '.join(ALGORITHMS)}, or module:callable",
-    )
-    algorithm_options: dict[str, Any] = Field(
-        default_factory=dict, description="a table of the algorithm's keyword arguments"
-    )
+    algorithm: str = _name_of(ALGORITHMS, default="fedsgd")
+    algorithm_options: dict[str, Any] = _table_of("the algorithm's keyword arguments")
     local_epochs: Count = 1
     local_learning_rate: LearningRate = 0.1
     local_batch_size: Count = 32
     optimiser: Optimisers = "sgd"
-    optimiser_options: dict[str, Any] = Field(
-        default_factory=dict, description="a table of keyword arguments of torch.optim's class"
-    )
+    optimiser_options: dict[str, Any] = _table_of("keyword arguments of torch.optim's class")
     learning_rate: LearningRate
     schedule: Schedule = "constant"
     averaging: Decay = 0.0
@@ -163,7 +184,7 @@ class VectorisedKeys(EngineName):
 
 
 class Simulation(FlowerKeys, VectorisedKeys):
-    """The engine, and the keys of all engines; those of another one are ignored or refused."""
+    """The engine, and the keys of all engines; keys of another engine are ignored or refused."""
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Simulation:
@@ -212,7 +233,7 @@ class Config(Section):
 
     @property
     def own_code(self) -> list[str]:
-        """What is the reader's own, in place of a name: each is `module:callable`."""
+        """The names that stand for your own code: each is `module:callable`."""
         data, training = self.data, self.training
         own = data.dataset, data.features, data.task, training.algorithm, training.aggregator
         return [name for name in (*own, self.model.name) if isinstance(name, str) and ":" in name]

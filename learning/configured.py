@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-from torch import nn
-
 from shufl.accounting import OpenPlan, PrivacyPlan, calibrate, unused_note
-from shufl.learning import LocalTraining, Step
-from shufl.learning.config import Config
-from shufl.learning.data.partition import PartitionedRecords, load_user_records
-from shufl.learning.models import build_model
-from shufl.learning.names import ALGORITHMS, Scheme
-from shufl.learning.section import ConfigError, find
+from shufl.learning import LocalTraining
+from shufl.learning.config import ALGORITHMS, Config
+from shufl.learning.models import ModelMaker
 from shufl.learning.tasks import Form, loss_of
+from shufl.learning.your_code import Named
 from shufl.protocol.plan import Window
 from shufl.protocol.plan_fields import Privacy
+from shufl.protocol.validation import ConfigError
 from shufl.shuffler import most_parameters
 
 
 def check_model_size(config: Config, parameters: int) -> None:
-    """Refuses a model of which no report holds all parameters.
+    """Refuses a model that has more parameters than a report can hold.
 
     Raises:
-        ConfigError: It has too many.
+        ConfigError: it has.
     """
     most = most_parameters(config.shuffler.sealing, config.privacy.mixing)
     if parameters > most:
@@ -40,8 +34,8 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
         asked = OpenPlan(users=config.data.users, **dict(config.privacy))
         plan = calibrate(asked)
         if config.window is not None:
-            about = dict(config.window) | {"most_records": config.data.most_records}
-            plan = plan.replace(window=Window.model_validate(about))
+            times = dict(config.window) | {"most_records": config.data.most_records}
+            plan = plan.replace(window=Window.model_validate(times))
     except ValueError as error:
         of_plan = str(error).partition(" ")[0] in Privacy.model_fields
         raise ConfigError(f"{'privacy.' * of_plan}{error}") from error
@@ -49,49 +43,25 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
     return config.model_copy(update={"privacy": privacy}), plan, unused_note(asked, plan)
 
 
-def model_maker(config: Config, form: Form, code: str = "") -> functools.partial[nn.Module]:
-    """Builds the initial model for such records; picklable. `code` is as for `build_model`."""
-    about = form, config.data_seed, config.model.options, code
-    return functools.partial(build_model, config.model.name, *about)
-
-
-def records_loader(config: Config, digest: str) -> functools.partial[PartitionedRecords]:
-    """Gives access to the users' records; picklable."""
-    data = config.data
-    return functools.partial(
-        load_user_records, data.dataset, data.features, *about_users(config), digest
-    )
-
-
-def about_users(config: Config) -> tuple[int, Scheme, int, float, int | None]:
-    """What says which of a dataset's records are whose."""
-    data = config.data
-    assert data.users is not None and data.partition is not None
-    return data.users, data.partition, config.data_seed, data.concentration, data.most_records
+def model_maker(config: Config, form: Form, code: str = "") -> ModelMaker:
+    """What builds the initial model, for records of this form."""
+    model = config.model
+    return ModelMaker(model.name, form, config.data_seed, model.options, code)
 
 
 def local_training(config: Config) -> LocalTraining:
-    """The clients' side of training."""
+    """How users compute their updates."""
     training = config.training
+    name, own = training.algorithm, None
+    if name not in ALGORITHMS:
+        own = Named("training.algorithm", name)
+        own.find()  # or refuses it
     return LocalTraining(
-        training.algorithm,
-        training.local_epochs,
-        training.local_learning_rate,
-        training.local_batch_size,
-        loss_of(config.data.task or "classification"),
-        training.algorithm_options,
-        None if training.algorithm in ALGORITHMS else _own_step(training.algorithm),
+        algorithm=name,
+        local_epochs=training.local_epochs,
+        local_learning_rate=training.local_learning_rate,
+        local_batch_size=training.local_batch_size,
+        loss=loss_of(config.data.task or "classification"),
+        options=training.algorithm_options,
+        own=own,
     )
-
-
-def _own_step(name: str) -> Step:
-    """The reader's step, which every process imports when it is first asked for."""
-    find("training.algorithm", name, {})
-    return functools.partial(_step, name)
-
-
-def _step(name: str, *given: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    made: tuple[dict[str, Any], dict[str, Any]] = find("training.algorithm", name, {})(
-        *given, **options
-    )
-    return made

@@ -17,9 +17,9 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's step; times a number, that num
 class SeededDropout(TorchFunctionMode):
     """While entered, masks of dropout are a function of seed, step, record and place in it.
 
-    It knows `functional.dropout`, and attention with dropout. The first axis of what is masked must
-    be that of the records; any other dropout draws from torch's own generator. So does one within
-    `torch.utils.checkpoint`, which puts that generator back before it computes again.
+    It knows `functional.dropout`, and attention with dropout. The first axis of the masked tensor
+    must be the records'; any other dropout draws from torch's own generator. So does a dropout
+    within `torch.utils.checkpoint`, which puts that generator back before it computes again.
     """
 
     def __init__(self, seeds: torch.Tensor, places: torch.Tensor, step: int = 0):
@@ -95,7 +95,7 @@ class SeededDropout(TorchFunctionMode):
 def unfolded_attention(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, None] | None:
-    """torch's own attention of a sequence to itself, by its layers; None where it is another one.
+    """torch's self-attention, computed layer by layer; None for any other attention.
 
     The arguments are those of `functional.multi_head_attention_forward`.
     """

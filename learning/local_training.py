@@ -1,4 +1,4 @@
-"""How a user turns records into an update: algorithm, loss, local epochs."""
+"""How a user turns records into an update: algorithms with local steps, loss, epochs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,57 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shufl.learning.algorithms import STEPS, Step, Tensors
+Tensors = dict[str, torch.Tensor]
+"""Parameters, or their gradients, by name."""
+
+Step = Callable[..., tuple[Tensors, dict[str, Any]]]
+"""`step(parameters, gradients, start, state, learning_rate, **options)`: new parameters and state.
+
+The arguments are those of `fedprox`. A state holds tensors, in dictionaries, lists or tuples.
+Nothing is changed in place.
+"""
+
+
+def fedavg(
+    parameters: Tensors, gradients: Tensors, start: Tensors, state: Any, learning_rate: float
+) -> tuple[Tensors, Any]:
+    """Plain SGD (McMahan et al. 2017, "Communication-efficient learning of deep networks")."""
+    return {n: p - learning_rate * gradients[n] for n, p in parameters.items()}, state
+
+
+def fedprox(
+    parameters: Tensors,
+    gradients: Tensors,
+    start: Tensors,
+    state: Any,
+    learning_rate: float,
+    proximal: float = 0.1,
+) -> tuple[Tensors, Any]:
+    """A step of SGD on the loss + proximal/2 ||parameters - start||², which stays near the start.
+
+    Li et al. 2020, "Federated optimization in heterogeneous networks". A step of your own takes the
+    same arguments (`training.algorithm = "module:callable"`).
+
+    Args:
+        parameters: the user's own so far, by name; tensors of any shape.
+        gradients: of the mean loss of a batch of its records: the same names and shapes.
+        start: the parameters of the round's model: the same names and shapes.
+        state: what the user's last step returned; empty in its first.
+        learning_rate: `training.local_learning_rate`.
+        proximal: the weight of the distance from the start (`training.algorithm_options`).
+
+    Returns:
+        The new parameters, and the new state, which is the one that was given.
+    """
+    return {
+        name: own - learning_rate * (gradients[name] + proximal * (own - start[name]))
+        for name, own in parameters.items()
+    }, state
+
+
+STEPS: dict[str, Step] = {"fedavg": fedavg, "fedprox": fedprox}
+"""The algorithms that take local steps."""
+
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """Gives each of r records its loss, from a model's outputs and the labels: shape (r,)."""
@@ -29,11 +79,11 @@ class LocalTraining:
     """How a user turns records into an update.
 
     Attributes:
-        algorithm: `fedsgd`, one gradient over all records; or the name of one with local epochs.
-        local_epochs, local_learning_rate, local_batch_size: of local epochs.
-        loss: of the task.
-        options: of the algorithm.
-        own: the step of an algorithm that is none of `STEPS`.
+        algorithm: `fedsgd`, one gradient over all records; or one with local epochs.
+        local_epochs, local_learning_rate, local_batch_size: of algorithms with local epochs.
+        loss: the task's.
+        options: keyword arguments of the algorithm's step.
+        own: the step of an algorithm of your own.
     """
 
     algorithm: str = "fedsgd"

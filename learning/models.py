@@ -1,4 +1,4 @@
-"""Models by name, or any `module:callable` that takes (input_shape, outputs, **options)."""
+"""Models by name, or your own: a `module:callable` that takes (input_shape, outputs, **options)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,11 @@ import torch
 from torch import nn
 
 from shufl.learning import ModuleState
-from shufl.learning.data.datasets import wrong_tensor
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import READERS_ERRORS, ConfigError, find, readers_code
-from shufl.learning.tasks import Form, load_task
-from shufl.learning.trained import frozen_digest, sent, trained
+from shufl.learning.code_digest import code_digest
+from shufl.learning.parameters import frozen_digest, sent, trained
+from shufl.learning.tasks import Form, load_task, wrong_tensor
+from shufl.learning.your_code import CODE_ERRORS, find, your_code
+from shufl.protocol.validation import ConfigError
 from shufl.shuffler import model_digest
 
 
@@ -73,7 +74,7 @@ class Additive(nn.Module):
 
 
 class Histogram(nn.Module):
-    """The same scores for every record, starting at zero: k parameters.
+    """A model that gives every record the same k scores, its parameters, which start at zero.
 
     One gradient step of the cross-entropy asks for `1/k - p`, p the shares of a user's labels; so
     after one step by the mean of all users, at a learning rate of 1, 1/k and the parameters are the
@@ -101,15 +102,23 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build_model(
     name: str, form: Form, seed: int, options: dict[str, Any] | None = None, code: str = ""
 ) -> nn.Module:
-    """The model of that name, a key of MODELS or `module:callable`, initialised from `seed`.
+    """Builds a model, and refuses one that cannot be trained.
 
-    `code` is the `code_digest` that it must have, if both are known.
+    Args:
+        name: a key of MODELS, `module:callable`, or a model of yours (`Carried`).
+        form: of its records.
+        seed: of the initial parameters.
+        options: keyword arguments of the model.
+        code: the `code_digest` that the model must have. Default: any.
+
+    Raises:
+        ConfigError: the line says why it cannot be built or trained.
     """
     make = find("model", name, MODELS)
     if code and code_digest([name]) not in ("", code):
         raise ConfigError(f"model {name}: its code has changed since the run began")
     failure = f"model {name} could not be built for records of shape {form.input_shape}"
-    with seeded(seed), readers_code(failure):
+    with seeded(seed), your_code(failure):
         if isinstance(make, nn.Module):
             model = copy.deepcopy(make)
         else:
@@ -122,10 +131,25 @@ def build_model(
     _refuse_what_has_no_loss(name, outputs, form)
     _refuse_what_cannot_be_sent(name, model)
     _refuse_what_is_not_trained(name, model)
-    with readers_code(f"model {name} cannot be copied"):
+    with your_code(f"model {name} cannot be copied"):
         copy.deepcopy(model)
     _refuse_what_mixes_users(name, model, form)
     return model
+
+
+@dataclass(frozen=True)
+class ModelMaker:
+    """Builds the initial model; picklable. The attributes are the arguments of `build_model`."""
+
+    name: str
+    form: Form
+    seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
+
+    def __call__(self) -> nn.Module:
+        """The model."""
+        return build_model(self.name, self.form, self.seed, self.options, self.code)
 
 
 def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
@@ -145,7 +169,7 @@ def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
         raise ConfigError(
             f"model {name} must give {form.outputs} numbers a record, got shape {shape[1:]}"
         )
-    with readers_code(f"data.task {form.task} takes no outputs of model {name}"), torch.no_grad():
+    with your_code(f"data.task {form.task} takes no outputs of model {name}"), torch.no_grad():
         losses = load_task(form.task).loss(outputs, form.labels(2))
     if not isinstance(losses, torch.Tensor) or losses.shape != (2,):
         given = tuple(losses.shape) if isinstance(losses, torch.Tensor) else losses
@@ -157,7 +181,7 @@ def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds the generators that torch, numpy and Python share, and puts them back at the end."""
+    """Seeds the global generators of torch, numpy and Python, and puts them back at the end."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -171,7 +195,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
-    """Something must be trained, and all be numbers."""
+    """There must be a parameter to train, and every parameter must be finite."""
     if not trained(model):
         raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in model.named_parameters():
@@ -184,14 +208,14 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
 
 
 def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
-    """An update must depend on its own user's records only, or clipping bounds nothing."""
+    """An update must depend on its own user's records alone, or clipping bounds nothing."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
                 f"model {name} has batch norm ({path}): its running statistics mix users' records "
                 "and no noise protects them; use group norm or layer norm"
             )
-    with readers_code(f"model {name} could not be tried on two records"), torch.no_grad():
+    with your_code(f"model {name} could not be tried on two records"), torch.no_grad():
         state = ModuleState(model.train())
         model(form.inputs(2, 1.0))
         changed = state.restore()
@@ -204,14 +228,14 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
 
 
 def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
-    """The server steps by float32, broadcasts what is not frozen and compares digests of it."""
+    """The server steps in float32, broadcasts all that is not frozen, and compares its digests."""
     for path, parameter in trained(model).items():
         if parameter.dtype != torch.float32:
             raise ConfigError(
                 f"model {name} keeps {path} as {parameter.dtype}: keep it as torch.float32, and "
                 "compute in what you like"
             )
-    with readers_code(f"model {name} has no state that can be sent"):
+    with your_code(f"model {name} has no state that can be sent"):
         state = sent(model)
     for path, value in state.items():
         with _as_plain(name, path, value):
@@ -221,10 +245,10 @@ def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
 
 @contextmanager
 def _as_plain(name: str, path: str, value: Any) -> Iterator[None]:
-    """Refuses a value with which something fails that a run does with it."""
+    """Refuses a value of the model's state for which the block fails."""
     try:
         yield
-    except READERS_ERRORS as error:
+    except CODE_ERRORS as error:
         raise ConfigError(
             f"model {name} must keep {path} as a tensor that is dense, on the CPU, of a type that "
             "numpy has, and has memory of its own (as clone() makes), got "

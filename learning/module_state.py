@@ -40,7 +40,7 @@ _UNCHANGING = (
     torch._C.ParameterDict, torch._C.BufferDict, torch._C.ModuleDict,
 )  # fmt: skip
 """What never changes, or holds nothing of a record. What a class or a Python module holds is
-outside a model: `shufl.learning.trial` looks for models that keep something there."""
+outside a model: `shufl.learning.model_trial` looks for models that keep something there."""
 
 _Contents = tuple[Any, ...]
 _Dict = dict[Any, Any]

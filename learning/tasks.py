@@ -5,28 +5,40 @@ A dataset names its task (`Dataset.task`), and a configuration may name another 
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from shufl.learning import Loss, cross_entropy
-from shufl.learning.names import TASKS
-from shufl.learning.section import ConfigError, find
+from shufl.learning.config import TASKS
+from shufl.learning.your_code import find
+from shufl.protocol.validation import ConfigError
 
 
 @dataclass(frozen=True)
 class Task:
-    """A loss, and what a model is measured by on the test data.
+    """What is learnt: a loss for training, and numbers that a model is measured by.
+
+    Examples:
+        >>> from shufl import Task
+        >>> def loss(outputs, labels):
+        ...     return (outputs.squeeze(1) - labels).abs()
+        >>> def metrics(outputs, labels):
+        ...     return {"mae": loss(outputs, labels).mean()}
+        >>> absolute = Task(loss, metrics, score="mae")
 
     Attributes:
-        loss: gives each of r records a term, from outputs and labels: float of shape (r,). A term
-            depends on its own record alone, and a user's loss is the mean of its terms.
-        metrics: numbers by name, of the outputs and labels of all test records.
-        score: which of them stands for the run.
+        loss: takes a model's outputs for r records and their labels, of shape (r, ...), and gives
+            each record its loss: float of shape (r,). A record's loss depends on this record alone;
+            a user's loss is the mean over its records.
+        metrics: takes the outputs and labels of all test records and gives numbers by name.
+        score: the metric that stands for the run.
     """
 
     loss: Loss
@@ -34,7 +46,7 @@ class Task:
     score: str
 
     def measure(self, outputs: Any, labels: torch.Tensor) -> dict[str, float]:
-        """All metrics, and the mean loss as `loss`."""
+        """All metrics, and the mean loss as `loss`, of outputs and labels of r records."""
         loss = float(self.loss(outputs, labels).double().mean())
         return {name: float(value) for name, value in self.metrics(outputs, labels).items()} | {
             "loss": loss
@@ -47,7 +59,7 @@ class Form:
 
     Attributes:
         input_shape: of a record, as the model gets it.
-        outputs: how many numbers the model gives: the classes, or as many as a label has.
+        outputs: how many numbers the model gives: one for each class, or each number of a label.
         input_type, label_type: `float32` or `int64`.
         label_shape: of a record's label.
         task: its name.
@@ -76,7 +88,7 @@ def load_task(name: str) -> Task:
     """The task of that name, a key of TASKS or `module:callable`.
 
     Raises:
-        ConfigError: there is none, or it is no task.
+        ConfigError: there is none, or it is not a task.
     """
     task = find("data.task", name, TASKS)
     if callable(task):
@@ -88,17 +100,23 @@ def load_task(name: str) -> Task:
 
 def loss_of(name: str) -> Loss:
     """The task's loss; it can be pickled."""
-    return load_task(name).loss if name in TASKS else functools.partial(_loss, name)
+    return load_task(name).loss if name in TASKS else _NamedLoss(name)
 
 
-def _loss(name: str, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    return load_task(name).loss(outputs, labels)
+@dataclass(frozen=True)
+class _NamedLoss:
+    """The loss of a task of yours, which every process imports when it is first called."""
+
+    task: str
+
+    def __call__(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        return load_task(self.task).loss(outputs, labels)
 
 
 def _accuracy(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Share of records whose largest score is their label's; the mean F1 of the classes.
+    """The share of records whose largest score is their label's, and the mean F1 over classes.
 
-    Of classes that are in the labels or the predictions.
+    A class counts if it is among the labels or the predictions.
     """
     guesses, classes = scores.argmax(dim=1), scores.shape[1]
     right, guessed, there = (
@@ -143,3 +161,47 @@ def _tokens_told(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]
 CLASSIFICATION = Task(cross_entropy, _accuracy, "accuracy")
 REGRESSION = Task(_squared_error, _errors, "rmse")
 NEXT_TOKEN = Task(_token_loss, _tokens_told, "accuracy")
+
+
+Measure = Callable[[Any, torch.Tensor], dict[str, float]]
+"""Numbers by name, of a model's outputs and the labels of all test records; `loss` is one."""
+
+_BATCH = 1000
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, features: torch.Tensor, labels: torch.Tensor, measure: Measure
+) -> dict[str, float]:
+    """What `measure` gives of a copy in eval mode, in batches, on the device of the data.
+
+    Features and labels are of shape (r, ...).
+    """
+    model = copy.deepcopy(model).to(features.device).eval()
+    # Of a copy, which a forward may change in place.
+    parts = [model(batch.clone()) for batch in features.split(_BATCH)]
+    outputs = parts[0]
+    if len(parts) > 1:
+        outputs = tree_map(lambda *each: torch.cat(each), *parts)
+    return measure(outputs, labels)
+
+
+def outside(labels: torch.Tensor, classes: int, task: str) -> torch.Tensor:
+    """Which labels stand for no class or token: bool of the same shape."""
+    counted = labels != PADDING if task == "next-token" else torch.tensor(True)
+    return counted & ((labels < 0) | (labels >= classes))
+
+
+def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:
+    """What is needed, and what was given instead; empty if it is a tensor of one of these types."""
+    is_tensor, kind = isinstance(thing, torch.Tensor), type(thing).__name__
+    if is_tensor:
+        layout = "nested" if thing.is_nested else thing.layout
+        dense = thing.device.type == "cpu" and layout == torch.strided
+        if dense and thing.dtype in dtypes and not thing.requires_grad:
+            return ""
+        kind = f"{thing.dtype}" if dense else f"{thing.dtype}, {layout}, on {thing.device}"
+        kind += " with gradients" if thing.requires_grad else ""
+    allowed = " or ".join(map(str, dtypes))
+    needed = f"a dense tensor of {allowed} on the CPU, without gradients, got {kind}"
+    return needed.replace("torch.", "")

@@ -14,11 +14,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parameters_to_vector
 from torch.utils._pytree import tree_map, tree_map_only
 
-from shufl.learning.algorithms import Tensors
 from shufl.learning.dropout import SeededDropout
-from shufl.learning.local_training import LocalTraining, Loss
+from shufl.learning.local_training import LocalTraining, Loss, Tensors
 from shufl.learning.module_state import ModuleState
-from shufl.learning.trained import trained
+from shufl.learning.parameters import trained
 from shufl.protocol.mechanisms import split_mix
 
 _Made = tuple[Tensors, dict[str, Any]]  # new parameters, and a state
@@ -33,14 +32,14 @@ def local_update(
     state: ModuleState | None = None,
     real: int | None = None,
 ) -> np.ndarray:
-    """A descent direction from one user's records.
+    """One user's update: a descent direction from the user's records.
 
-    It is a function of what `model` holds, these records and the seed: whatever the forward changes
-    in the module is put back, and it gets a copy of the records.
+    It depends only on what `model` holds, these records and the seed: whatever a forward changes in
+    the module is put back, and the forward gets a copy of the records.
 
-    `fedsgd`: the gradient of the mean loss over all the user's records at the model.
-    Any other: old parameters minus the parameters after `local_epochs` epochs of the algorithm's
-    steps, so that the server steps against it as it would against a gradient (Reddi et al. 2021,
+    `fedsgd`: the gradient of the mean loss over all the user's records.
+    Any other algorithm: the model's parameters minus the parameters after `local_epochs` epochs of
+    the algorithm's steps. The server steps against it as against a gradient (Reddi et al. 2021,
     "Adaptive federated optimization": the pseudo-gradient).
 
     Args:
@@ -60,8 +59,8 @@ def local_update(
     """
     state, seeds = state or ModuleState(model), np.array([seed], dtype=np.uint64)
     (key,) = as_keys(seeds)
-    # Not torch.manual_seed: for every kind of accelerator not in use it also queues a call with its
-    # stack trace, for ever.
+    # Not torch.manual_seed: for each kind of accelerator that is not in use it queues a call with a
+    # stack trace, which nothing takes off the queue.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -70,8 +69,8 @@ def local_update(
         if training.algorithm == "fedsgd":
             return _gradient(model, features.clone(), labels, training.loss, key, counted)
         start = parameters_to_vector(trained(model).values()).detach()
-        sizes = None if real is None else np.array([real])
-        orders = record_orders(seeds, training.local_epochs, len(labels), sizes)[:, 0]
+        each = None if real is None else np.array([real])
+        (orders,) = record_orders(seeds, training.local_epochs, len(labels), each).unbind(1)
         _local_epochs(model, features, labels, training, orders, key, counted)
         return (start - parameters_to_vector(trained(model).values()).detach()).numpy()
     finally:
@@ -109,19 +108,25 @@ def user_updates(
     """
     if training.algorithm != "fedsgd":
         users, records = labels.shape[:2]
-        places = torch.arange(users * records, device=labels.device).reshape(users, records)
-        sizes = torch.full((users,), records) if real is None else real
-        features, labels = features.flatten(0, 1), labels.flatten(0, 1)
-        return epochs_of_users(model, features, labels, places, sizes, training, keys, call)
-    state, counted = ModuleState(model), None
+        return epochs_of_users(
+            model,
+            features.flatten(0, 1),
+            labels.flatten(0, 1),
+            places=torch.arange(users * records, device=labels.device).reshape(users, records),
+            sizes=torch.full((users,), records) if real is None else real,
+            training=training,
+            keys=keys,
+            call=call,
+        )
+    state, device, counted = ModuleState(model), labels.device, None
     if real is not None:
-        counted = torch.arange(labels.shape[1], device=labels.device) < real[:, None]
+        counted = torch.arange(labels.shape[1], device=device) < real[:, None]
     one = _gradients(model, training.loss, call)
     try:
         start = {name: parameter.detach() for name, parameter in trained(model).items()}
-        # Faster: all have the same parameters.
+        # Without an axis: all have the same parameters, which is faster.
         axes = None, None, 0, 0, 0, None if counted is None else 0
-        return vmap(one, axes)(start, 0, keys.to(labels.device), features.clone(), labels, counted)
+        return vmap(one, axes)(start, 0, keys.to(device), features.clone(), labels, counted)
     finally:
         state.restore()
 
@@ -138,13 +143,13 @@ def epochs_of_users(
 ) -> dict[str, torch.Tensor]:
     """`user_updates` of k users with local epochs, whose records lie anywhere among n.
 
-    Each user takes as many steps as it has batches; those who have none left are left out.
+    Each user takes as many steps as it has batches; then it is left out of the computation.
 
     Args:
         features, labels: shape (n, ...).
-        places: where each user's records are, int64 of shape (k, r); behind its own any others.
+        places: where each user's records are, int64 of shape (k, r); behind them any places.
         sizes: how many records each has, int64 of shape (k,), in 1 to r.
-        model, training, keys, call: as for `user_updates`, as is what comes back and is raised.
+        model, training, keys, call: as for `user_updates`; so are returns and errors.
     """
     state, device, epochs = ModuleState(model), labels.device, training.local_epochs
     start = {name: parameter.detach() for name, parameter in trained(model).items()}
@@ -227,9 +232,15 @@ def record_orders(
 ) -> torch.Tensor:
     """The order of each user's records in each of its local epochs.
 
-    `seeds` are those of k users' local training, uint64 of shape (k,). Returns permutations of 0 to
-    records - 1, int64 of shape (epochs, k, records). Where only the first `real` records of a user
-    count, int of shape (k,), padding comes last, and these are ordered as without it.
+    Args:
+        seeds: of k users' local training, uint64 of shape (k,).
+        epochs: how many.
+        records: how many each user has, with padding.
+        real: how many of them count, the first ones: int of shape (k,). Padding comes last, and the
+            others are in the order that they have without it. Default: all count.
+
+    Returns:
+        Permutations of 0 to records - 1, int64 of shape (epochs, k, records).
     """
     epoch, place = np.arange(epochs)[:, None, None], np.arange(records)
     each = np.full(len(seeds), records) if real is None else real
@@ -269,7 +280,7 @@ def _taken(there: torch.Tensor | None, made: _Made, before: _Made) -> _Made:
 
 
 def _mean_loss(losses: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-    """The mean loss, or that of the records that count: 0 if none does, by the same operations."""
+    """The mean loss of the records that count; 0 if none does, by the same operations."""
     if counted is None:
         return losses.mean()
     weights = counted / counted.sum().clamp(min=1)
@@ -304,14 +315,14 @@ def _local_epochs(
     start = {name: parameter.detach().clone() for name, parameter in own.items()}
     kept: dict[str, Any] = {}
     size = training.local_batch_size
-    records = len(labels) if counted is None else int(counted.sum())
-    batches = -(-records // size)
+    batches = -(-(len(labels) if counted is None else int(counted.sum())) // size)  # with records
     for epoch, order in enumerate(orders):
         for number, batch in enumerate(order.split(size)):
             with _dropout(key, batch, epoch * batches + number):
                 outputs = model(features[batch])
+            losses = training.loss(outputs, labels[batch])
             own_counted = None if counted is None else counted[batch]
-            loss = _mean_loss(training.loss(outputs, labels[batch]), own_counted)
+            loss = _mean_loss(losses, own_counted)
             found = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
             before = {name: parameter.detach() for name, parameter in own.items()}
             # Copies, which a step may change in place.

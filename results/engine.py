@@ -1,4 +1,4 @@
-"""What every engine is, and the engines by name."""
+"""The interface of engines, and the engines by name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class EngineFailed(RuntimeError):
 
 
 class Engine(Protocol):
-    """Plays the rounds of a run; `ENGINES` has them by name.
+    """Plays the rounds of a run; `ENGINES` has the engines by name.
 
-    Making one from an experiment is the check before any work.
+    Making an engine from an experiment is the check before any work.
 
     Attributes:
         description: one line for the start of a run and for its summary.
@@ -43,9 +43,11 @@ class Engine(Protocol):
 
     @staticmethod
     def check(config: Config, parameters: int) -> None:
-        """Refuses at once what this engine, or this machine, cannot run; making it does so too.
+        """Refuses what this engine, or this machine, cannot run; making the engine does so too.
 
-        `config` has its number of users. The model has so many parameters.
+        Args:
+            config: with the number of users decided.
+            parameters: d, the number of the model's trained parameters.
 
         Raises:
             ConfigError: before anything that takes time, such as a search for noise.

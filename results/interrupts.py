@@ -29,9 +29,9 @@ def interrupts(stop: threading.Event) -> Iterator[None]:
     Every SIGHUP sets `stop`, since a closing terminal may send several, unless SIGHUP is ignored
     (`nohup`).
 
-    The system may give a signal to any thread. Python's handler then waits for the main thread,
-    which may sleep until the run ends, as do the old handlers; a thread that reads the wakeup
-    descriptor sets `stop` at once, and passes all signals on to whoever had one before.
+    The system may give a signal to any thread. Python then calls the handler in the main thread,
+    which may sleep until the run ends. So a thread that reads the wakeup descriptor sets `stop` at
+    once; it passes all signals on to the descriptor that was set before.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

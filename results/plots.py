@@ -33,9 +33,10 @@ _MARKERS = "os^DvPX*<"
 
 @contextmanager
 def draw(*paths: Path) -> Iterator[Any]:
-    """Gives the axes of a plot, which is then written to each path, in the format of its name.
+    """Gives the axes of a plot in a `with` block; then writes the plot to each path.
 
-    Lines differ in colour and marker. The legend stands below, and a logarithmic axis says so.
+    The ending of a path names the format. Lines differ in colour and marker. The legend stands
+    below, and a logarithmic axis says so.
     """
     from cycler import cycler
     from matplotlib import rc_context
@@ -49,7 +50,7 @@ def draw(*paths: Path) -> Iterator[Any]:
         "axes.prop_cycle": cycler(color=colours) + cycler(marker=markers),
         "lines.markersize": 5,
         "lines.linewidth": 1.2,
-        "text.parse_math": False,  # a reader's words may have two dollars
+        "text.parse_math": False,  # a text of yours may have two dollars
     }
     with rc_context(styles):
         figure = Figure(figsize=(6, 4.4), layout="constrained")
@@ -71,9 +72,9 @@ def draw(*paths: Path) -> Iterator[Any]:
 
 
 def style_of(accountant: str) -> dict[str, Any]:
-    """A solid line if its ε holds for every pair, a dashed one if for the homogeneous pair only.
+    """A solid line for an ε that holds for every pair, a dashed one for the homogeneous pair alone.
 
-    Another name, which is no accountant's, gets dots.
+    A name that is no accountant's gets a dotted line.
     """
     from shufl.accounting import ACCOUNTANTS
 

@@ -43,7 +43,7 @@ class RoundProgress:
     def __call__(self, record: RoundRecord, every_pair: float | None = None) -> None:
         """Shows one finished round.
 
-        `every_pair` is ε so far by `blanket`, where another accountant halts; None is not shown.
+        `every_pair` is ε so far by `blanket`, if another accountant halts the run.
         """
         first = self._started is None
         score = self._score  # of an earlier round, which it names

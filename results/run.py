@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +23,12 @@ from shufl.accounting import (
     participation_note,
     rounds_within_budget,
 )
-from shufl.learning.config import Config, dumps, load
+from shufl.learning.code_digest import code_digest
+from shufl.learning.config import FIXED, Config, dumps
 from shufl.learning.data.datasets import dataset_digest
 from shufl.learning.data.users import spaced
-from shufl.learning.isolation import usual_settings
-from shufl.learning.names import FIXED
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import ConfigError
-from shufl.learning.trained import frozen_digest, load_sent
+from shufl.learning.parameters import frozen_digest, load_sent
+from shufl.learning.your_code import usual_settings
 from shufl.protocol import GaussianMechanism, RoundRecord
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
@@ -42,8 +38,15 @@ from shufl.results.experiment import Experiment, prepare
 from shufl.results.interrupts import interrupts
 from shufl.results.plots import plot_score_epsilon
 from shufl.results.progress import RoundProgress
-from shufl.results.report import ENROLLED, print_summary, summarise
-from shufl.results.rows import RunRecorder, check_ledger, note_start, rounds_told
+from shufl.results.run_folder import (
+    RunRecorder,
+    check_ledger,
+    config_of,
+    make_folder,
+    note_start,
+    rounds_told,
+)
+from shufl.results.summary import ENROLLED, print_summary, summarise
 from shufl.results.tables import epsilon_text
 from shufl.server import Checkpoint, CheckpointError, RunEnd, TrainingSettings, load_checkpoint
 
@@ -81,7 +84,7 @@ class Run:
         Raises:
             ConfigError: before any work.
         """
-        runs = runs.absolute()  # code of the reader's may change to another folder
+        runs = runs.absolute()  # your code may change to another folder
         make_engine = engine_of(config.simulation.engine)
         experiment = prepare(config, make_engine.check)
         engine = make_engine(experiment)
@@ -98,8 +101,8 @@ class Run:
     ) -> Run:
         """The run whose folder this is, with the folder's configuration.
 
-        What `_MAY_CHANGE` names may be another there. `make_engine` makes the engine in place of
-        the one that the configuration names; `config` is the folder's, if it has been read already.
+        The keys in `_MAY_CHANGE` may have other values there. `make_engine` makes another engine
+        than the configuration names; `config` is the folder's, if it has been read already.
 
         Raises:
             ConfigError: the folder's config.toml cannot be run.
@@ -121,13 +124,12 @@ class Run:
         with the model, and says whether to stop the run.
 
         Raises:
-            LedgerError: a damaged ledger, one that lacks rounds, that of another plan, or one in
-                use.
-            CheckpointError: no checkpoint although rounds are spent, or one that is damaged, of
+            LedgerError: the ledger is damaged, lacks rounds, has another plan, or is in use.
+            CheckpointError: rounds are spent and there is no checkpoint; or it is damaged, of
                 another run, or made by another configuration or other versions.
             MetricsError: the rows of the rounds so far cannot be read.
             EngineFailed, RoundFailed, ShufflerError, TimeoutError: the run ended early; its folder
-                stays. So does it with whatever `on_round` raises.
+                stays, as it does if `on_round` raises an error.
         """
         path, plan = self.folder / "ledger.jsonl", self.experiment.plan
         if begun := path.exists():
@@ -172,16 +174,16 @@ class Run:
         note_start(folder)
         self.rows = recorder.rows
         told = self.rows[-1]["round"] if self.rows else 0
-        stop, stopped_by_reader = threading.Event(), False
+        stop, stopped_by_caller = threading.Event(), False
         progress = RoundProgress(console, experiment.halting_round, plan.target_epsilon)
 
         def observe(record: RoundRecord, model: nn.Module) -> None:
             recorder(record)
             blanket = recorder.rows[-1]["epsilons"].get("blanket")
             progress(record, None if plan.accountant == "blanket" else blanket)
-            nonlocal stopped_by_reader
+            nonlocal stopped_by_caller
             if record.round > told and on_round(model):
-                stopped_by_reader = True
+                stopped_by_caller = True
                 stop.set()
 
         (folder / "summary.json").unlink(missing_ok=True)  # of an end before it was resumed
@@ -193,7 +195,7 @@ class Run:
             raise
         finally:
             recorder.close()
-        if stopped_by_reader and result.stopped_by == "interrupt":
+        if stopped_by_caller and result.stopped_by == "interrupt":
             result = replace(result, stopped_by="on_round")
         summary = summarise(result, experiment, self.engine, recorder)
         content = to_json(summary, indent=2, inf_nan_mode="null") + b"\n"
@@ -203,7 +205,7 @@ class Run:
         return result
 
     def _checkpoint(self, ledger: Ledger) -> Checkpoint | None:
-        """Where the run goes on; None if its first round is still to come."""
+        """The checkpoint at which the run goes on; None before its first round."""
         path, experiment = self.folder / "checkpoint.pt", self.experiment
         if not ledger.entries and not path.exists():
             return None
@@ -229,7 +231,7 @@ class Run:
 
     @functools.cached_property
     def _origin(self) -> dict[str, str]:
-        """What decides the run's numbers beside its plan: a spent round is played again with it."""
+        """What decides the run's numbers beside its plan; a resumed run must have the same."""
         config = self.experiment.config
         threads = max(1, int(config.simulation.cpus_per_node))
         alike = dict.fromkeys(_MAY_CHANGE) | {"cpus_per_node": threads}
@@ -254,19 +256,8 @@ class Run:
         return self.experiment.seed is not None and self.engine.repeats_releases
 
 
-def config_of(folder: Path) -> Config:
-    """The configuration of a run folder.
-
-    Raises:
-        ConfigError: it has none, or one that cannot be run.
-    """
-    if not (folder / "config.toml").is_file():
-        raise ConfigError(f"a run folder has a config.toml, {folder} has none")
-    return load(str(folder / "config.toml"))
-
-
 def _tell_what_was_spent(console: Console, folder: Path) -> None:
-    """After a run that ended early: what its ledger says, which is what counts."""
+    """Prints what a run that ended early has spent: the ledger says it."""
     try:
         ledger = Ledger.read(folder / "ledger.jsonl")
     except LedgerError:
@@ -282,25 +273,6 @@ def _tell_what_was_spent(console: Console, folder: Path) -> None:
     )
 
 
-def make_folder(runs: Path, experiment: Experiment) -> Path:
-    """A new folder `<name>-<time>` with the resolved configuration and the plan."""
-    stem = f"{experiment.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = (runs / stem).absolute()
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
-            try:
-                folder.mkdir()
-                break
-            except FileExistsError:
-                folder = folder.with_name(f"{stem}-{number}")
-    except OSError as error:
-        raise ConfigError(f"no run folder can be made in {runs}: {error.strerror}") from error
-    (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
-    (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
-    return folder
-
-
 def _strength(plan: PrivacyPlan) -> str:
     """What one report's noise is worth by itself."""
     if not isinstance(plan.mechanism, GaussianMechanism):
@@ -314,7 +286,7 @@ def _drawn(plan: PrivacyPlan) -> str:
 
 
 def _mixed(plan: PrivacyPlan, parameters: int) -> str:
-    """What is added to users' reports; with sums what that gives and takes."""
+    """What is added to users' reports; with sums also what sums can and cannot do."""
     if plan.mixing == "shuffle":
         return f"{rounded_up(plan.shuffler_blankets, 6)} blankets a round expected"
     most = rounded_down(plan.longest_cheat(parameters), 3)

@@ -1,4 +1,4 @@
-"""Accountants' answers, as JSON and tables show them."""
+"""Scores and accountants' ε, as JSON and tables show them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHARES = {"accuracy", "macro_f1"}
 
 
 def score_text(name: str, value: float, digits: int = 2) -> str:
-    """A metric's value, as it is shown; `digits` are those of percents."""
+    """A metric's value, as it is shown; a percentage with `digits` digits after the point."""
     return f"{value:.{digits}%}" if name in _SHARES else f"{value:.4g}"
 
 
@@ -39,15 +39,15 @@ def score_axis(name: str) -> tuple[str, float]:
 
 
 def scores_of(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
-    """The rows of rounds that were evaluated and came to a number, each with its score."""
+    """The rows of evaluated rounds whose score is a finite number, each with its score."""
     scored = ((row, row[row["score"]]) for row in rows)
     return [(row, score) for row, score in scored if score is not None and math.isfinite(score)]
 
 
 def last_doubt(rows: list[dict[str, Any]]) -> str:
-    """What a run's operator should look into, as the last round with a doubt said; or nothing.
+    """The last doubt that a round's row states, for the run's operator to look into; or nothing.
 
-    One round without doubt, or a resumed run's first, does not take an earlier one's back.
+    A later round without a doubt does not take it back.
     """
     return next((row["doubt"] for row in reversed(rows) if row["doubt"]), "")
 
@@ -57,11 +57,11 @@ _MAY_BE_KNOWN = {RoundOutcome.RELEASED, RoundOutcome.LOST}
 
 
 def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) -> bool:
-    """Whether, of the first `rounds` rounds, one may have been released with too few users.
+    """Whether one of the first `rounds` rounds may have been released with too few users.
 
     Too few is less than the plan's `least_present`, which accountants that count on others price.
-    Where such an accountant halts, a batch of too few is destroyed; any other releases it. Of a
-    round that has no row in metrics.jsonl nobody knows.
+    If such an accountant halts the run, a batch of too few users is destroyed; otherwise it is
+    released. A round without a row in metrics.jsonl may have been one.
     """
     if plan.make_accountant().counts_on_others:
         return False
@@ -98,7 +98,7 @@ def epsilon_cells(rows: dict[str, dict[str, Any]], halting: str = "") -> list[li
 
 
 def for_every_pair(epsilons: dict[str, float | None]) -> str | None:
-    """The accountant of the least ε, by name, that holds for every pair; None if none does."""
+    """The name of the accountant with the least ε that holds for every pair; None if none does."""
     from shufl.accounting import ACCOUNTANTS
 
     every = {name for name, each in ACCOUNTANTS.items() if each.holds_for == "every pair"}
@@ -137,5 +137,5 @@ def holds_for(row: dict[str, Any]) -> str:
 
 
 def epsilon_text(epsilon: float | None) -> str:
-    """Four digits of an ε, rounded up, or a dash of an accountant that does not price it."""
+    """Four digits of an ε, rounded up; a dash if the accountant does not price it."""
     return "–" if epsilon is None else rounded_up(epsilon)

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from shufl.learning.trained import frozen_digest, sent
+from shufl.learning.parameters import frozen_digest, sent
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.server.aggregate import Aggregate
 from shufl.server.broadcast import Exchange, broadcast

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shufl.accounting import Ledger, PrivacyPlan
-from shufl.learning.evaluation import Measure
-from shufl.learning.trained import trained
+from shufl.learning.parameters import trained
+from shufl.learning.tasks import Measure
 from shufl.protocol.outcomes import Schedule, StoppedBy
 from shufl.server.aggregate import MakeAggregator
 from shufl.server.checkpoint import Checkpoint

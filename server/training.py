@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from shufl.accounting import PrivacyBudget
-from shufl.learning.evaluation import evaluate
-from shufl.learning.trained import dimension, load_sent, sent
+from shufl.learning.parameters import dimension, load_sent, sent
+from shufl.learning.tasks import evaluate
 from shufl.protocol.files import write_whole
 from shufl.protocol.outcomes import RoundOutcome, RoundRecord, StoppedBy
 from shufl.server.aggregate import Aggregate

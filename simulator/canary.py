@@ -1,8 +1,8 @@
-"""A canary in the pipeline: its update goes through client, shuffler and server many times.
+"""An audit from end to end: a canary's update goes through client, shuffler and server many times.
 
-Each round is a real one: the clients' `Node` flips coins, computes updates from records, clips,
-adds noise and seals; a shuffler process collects and releases; the server's code opens and sums.
-The model is one whose gradients are known, so that user 0, the canary, holds either of two records
+Each round is real: the clients' `Node` flips coins, computes updates from records, clips, adds
+noise and seals; a shuffler process collects and releases; the server's code opens and sums. The
+gradients of the model are known, so that user 0, the canary, can hold one of two records that are
 as far apart as the adjacency allows. What the server then has is compared between the two worlds.
 """
 
@@ -47,7 +47,7 @@ Record = Literal["plus", "minus", "zero"]
 """A user's clipped update: C (-1, 1)/√2, its negative, or 0."""
 
 Others = Record | Literal["absent"]
-"""What all other users hold; absent: the server sends the round to the canary alone."""
+"""What all other users hold; `absent`: the server asks the canary alone."""
 
 _PLACES = {"plus": 1.0, "minus": -1.0, "zero": 0.0}  # of an update, in clip norms
 
@@ -57,9 +57,9 @@ class CanaryRound:
     """All that the server has after one round.
 
     Attributes:
-        reports: in the order of the release, blankets among them: float64 of shape (k, 2). With
-            sums the one sum, without the noise that the server would add.
-        aggregate: their sum as training would use it; None if nothing was released.
+        reports: in the order of the release, with blankets: float64 of shape (k, 2). With sums it
+            is the one sum, without the noise that the server would add.
+        aggregate: their sum, as training would use it; None if nothing was released.
     """
 
     reports: np.ndarray
@@ -67,7 +67,7 @@ class CanaryRound:
 
 
 class _MeanAndReports(Mean):
-    """Keeps the reports too, which a server that is curious has."""
+    """Keeps the reports too, as a curious server would."""
 
     def __init__(self, plan: PrivacyPlan, dimension: int):
         super().__init__(plan, dimension)
@@ -79,7 +79,7 @@ class _MeanAndReports(Mean):
 
 
 Score = Callable[[CanaryRound], float]
-"""The adversary: high speaks for the world in which the canary holds "plus"."""
+"""The adversary: a high score speaks for the world in which the canary holds "plus"."""
 
 _ROUND_SECONDS = 600.0  # for a node to submit in
 
@@ -96,7 +96,7 @@ def projections(round: CanaryRound, plan: PrivacyPlan) -> np.ndarray:
 def likelihood_score(plan: PrivacyPlan, others: Others) -> Score:
     """The adversary of the analysis: the likelihood ratio of the unordered reports.
 
-    That of a sum rises with its length along the canary's direction.
+    The likelihood ratio of a sum rises with the sum's length along the canary's direction.
     """
     if plan.mixing == "sum":
         return lambda round: float(projections(round, plan)[0])
@@ -118,9 +118,13 @@ def canary_rounds(
 ) -> Iterator[CanaryRound]:
     """Runs `plan.rounds` independent draws of one round in one of the two worlds.
 
-    User 0 holds `canary`, and all other users `others`. `make_node` builds the client's side. The
-    budget must allow all rounds. `seed` is of the users' coins and noise, and differs between the
-    two worlds; the shuffler draws its blankets and its order from its own source.
+    Args:
+        plan: its budget must allow all rounds.
+        canary: what user 0 holds.
+        others: what all other users hold.
+        shuffler: a running process, which draws blankets and order from a source of its own.
+        seed: of the users' coins and noise; it must differ between the two worlds.
+        make_node: builds the client's side.
 
     Raises:
         ShufflerError: the shuffler does not answer or refuses.
@@ -226,10 +230,17 @@ def check_end_to_end(
 ) -> list[ClaimCheck]:
     """Attacks a plan through client, shuffler and server, by a server that asks one user alone.
 
-    With sums it asks all, of whom one has a record. It runs `rounds` rounds, at least 4, in each of
-    the two worlds; with allocation as many blocks. Returns a check, whose δ(ε) is attacked at
-    `epsilon`, for each accountant that claims something there. `confidence` is the probability of
-    no false violation.
+    With sums the server asks all users, and only one of them has a record.
+
+    Args:
+        plan: the plan under attack.
+        epsilon: where δ(ε) is attacked, in [0, 700].
+        rounds: how many are run in each of the two worlds, at least 4; with allocation, blocks.
+        confidence: the probability that no correct claim is found violated, in (0, 1).
+        seed: of coins and noise.
+
+    Returns:
+        A check for each accountant that claims something here.
 
     Raises:
         ValueError: a value outside its range.

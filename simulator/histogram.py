@@ -1,8 +1,8 @@
 """A private histogram of a categorical column: its estimate, its error, and its simulation.
 
-Every user reports one category by `RandomisedResponse`, and the shuffler adds blankets. Between
-machines it is a run of `configs/histogram.toml`. Here the reports are counted, not made one by one:
-what a shuffler releases of them is how many there are of each category, and nothing else.
+Every user reports one category by `RandomisedResponse`, and the shuffler adds blankets. On real
+machines it is a run of `configs/histogram.toml`. Here reports are not made one by one but drawn as
+counts: all that a shuffler's release tells is how many reports there are of each category.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONFIDENT = 1.959964  # standard errors of 95 %
 
 @dataclass(frozen=True)
 class Histogram:
-    """What a server knows of the users' categories.
+    """A server's estimate of how many users have each category.
 
     Attributes:
         shares: of all users, shape (k,); unbiased, so that some may be below 0.
@@ -45,13 +45,15 @@ class Histogram:
         shufflers: int = 1,
         one_each: bool = False,
     ) -> Histogram:
-        """With the standard errors that follow from the plan and the shares themselves.
+        """The shares, with standard errors that follow from the plan and the shares themselves.
 
         Args:
-            present: how many users were there; None: all.
-            shufflers: each adds its own blankets.
-            one_each: every user has one category. Else users may have records of many categories,
-                whose reports vary more.
+            shares: of all users, shape (k,).
+            plan: of randomised response over k categories.
+            present: how many users were there. Default: all.
+            shufflers: how many; each adds its own blankets.
+            one_each: whether every user has one category. Otherwise a user may have records of many
+                categories, and its report varies more.
         """
         k, users, rate = len(shares), present or plan.users, plan.check_in_rate
         truth = response_of(plan).truth
@@ -71,7 +73,7 @@ class Histogram:
         return _CONFIDENT * self.errors
 
     def consistent(self) -> Histogram:
-        """The nearest shares that are none below 0 and 1 in all; the errors stay as they are.
+        """The nearest shares of which none is below 0 and whose sum is 1, with the same errors.
 
         The Euclidean projection on the simplex, which Wang et al. 2020, "Locally differentially
         private frequency estimation with consistency", call Norm-Sub.
@@ -99,8 +101,8 @@ def plan_for(
 ) -> tuple[PrivacyPlan, str | None]:
     """The plan of one round with about the least error that the target allows; its `unused_note`.
 
-    An accountant that does not count blankets gets none. ε₀ = `local_epsilon` is the best one if
-    None.
+    It has no blankets if the accountant does not count them. `local_epsilon` is ε₀; None: the best
+    one.
 
     Raises:
         ValueError: a value out of range, or nothing reaches the target.
@@ -132,9 +134,9 @@ class Column(NamedTuple):
     """A column of a file.
 
     Attributes:
-        counts: how many users report each category, shape (k,), of one row each.
-        shares: the mean over users of the shares of each category among their rows, shape (k,).
-        rows: how many there are.
+        counts: how many users report each category, from one row each: shape (k,).
+        shares: of each category among a user's rows, the mean over users: shape (k,).
+        rows: how many rows the file has.
     """
 
     counts: np.ndarray
@@ -165,19 +167,23 @@ def count_column(
     user_column: str | None = None,
     seed: int | None = None,
 ) -> Column:
-    """How many users of a CSV file report each category.
+    """Counts the users of a CSV file who report each category.
 
-    The first line names the columns, and each other line is a row: a quote left open would make one
-    value of many users.
+    The first line names the columns, and each other line is a row: with quotes over several lines,
+    one that is left open would make a single value of many users.
 
     Args:
-        other: the last category stands for any other value.
-        user_column: says whose a row is; of each user one row counts, drawn by the seed, or by the
-            operating system's entropy. None: each row is a user's.
+        path: of the file.
+        column: holds the values.
+        categories: which values there may be.
+        other: whether the last category stands for any other value.
+        user_column: says whose a row is; then one row of each user counts, drawn at random. None:
+            each row is another user's.
+        seed: of the draw; None: the operating system's entropy.
 
     Raises:
-        ValueError: a line is no row, a column or a value's category is not there, or there are no
-            rows. Only what looks like a category or like another user's id is quoted.
+        ValueError: a line is not a row, a column is not there, a value is no category, or there are
+            no rows. An error quotes only what looks like a category or like another user's id.
     """
     names: list[str] = []
     values: list[str] = []

@@ -24,7 +24,7 @@ from shufl.clients import (
 )
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.learning import LocalTraining
-from shufl.learning.trained import dimension, sent
+from shufl.learning.parameters import dimension, sent
 from shufl.protocol.plan import Window
 from shufl.shuffler import (
     Outcome,

@@ -98,7 +98,7 @@ def _is_night(config: pytest.Config) -> bool:
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=_WITH_A_GPU)])
 def device(request):
     """Each device there is, where float32 is as exact as the engine has it."""
-    from shufl.learning.trial import exact_float32
+    from shufl.learning.model_trial import exact_float32
 
     exact_float32()
     return request.param
@@ -115,7 +115,7 @@ def seeded(request):
 def warm_trials():
     """Has a trial of a model in another process be a fork; trials of commands are none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shufl.learning.trial.subprocess", SimpleNamespace(run=run_code))
+        patch.setattr("shufl.learning.model_trial.subprocess", SimpleNamespace(run=run_code))
         yield
 
 

@@ -203,7 +203,7 @@ def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(wh
     [
         ("node", "shufl.deploy.node, shufl.clients.relay"),
         *by_night(
-            ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.results.pages")
+            ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.results.run_page")
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The package beside folders of the reader's that have the names of its rooms, and its Flower."""
+"""The package beside your folders that have the names of its rooms, and its Flower."""
 
 import importlib.metadata
 import re
@@ -47,7 +47,7 @@ def test_nothing_imports_a_room_but_as_part_of_shufl():
 
 def test_only_one_function_edits_where_modules_are_found():
     found = [path for path in files("src", *ROOMS) if PATHS.search(path.read_text())]
-    assert found == [ROOT / "learning/section.py"]
+    assert found == [ROOT / "learning/your_code.py"]
     assert len(PATHS.findall(found[0].read_text())) == 1
 
 
@@ -79,13 +79,13 @@ def test_pip_installs_no_other_flower():
     ],
     ids=["vectorised", "flower", "workers"],
 )
-def test_modules_of_the_reader_s_may_have_the_names_of_rooms(tmp_path, engine):
+def test_modules_of_yours_may_have_the_names_of_rooms(tmp_path, engine):
     for room in ROOMS:
         name = (
             f"{room}.py" if room in ("accounting", "server", "simulator") else f"{room}/__init__.py"
         )
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("raise ImportError('the reader’s module')\n")
+        (tmp_path / name).write_text("raise ImportError('your module')\n")
     config = tiny_config(tmp_path, 1)
     deployment = deployment_of(tmp_path, nodes=1, rounds=2)
     (tmp_path / "deployment.toml").write_text(

@@ -1,4 +1,4 @@
-"""Datasets: digits (scikit-learn), MNIST, Fashion-MNIST, CIFAR-10 (torchvision), or the reader's.
+"""Datasets: digits (scikit-learn), MNIST, Fashion-MNIST, CIFAR-10 (torchvision), or your own.
 
 torchvision's archives are taken from the folder named by SHUFL_DATA when they are there, and
 downloaded otherwise; either way they are verified and unpacked by torchvision in a cache folder.
@@ -19,32 +19,48 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from shufl.learning.config import DATASETS
 from shufl.learning.data.files import RecordFile
 from shufl.learning.data.users import number_users, where
-from shufl.learning.names import DATASETS
-from shufl.learning.section import Carried, ConfigError, find, is_carried, one_line, readers_code
-from shufl.learning.tasks import PADDING, Form, Task
+from shufl.learning.tasks import Form, Task, outside, wrong_tensor
+from shufl.learning.your_code import Carried, find, is_carried, one_line, your_code
 from shufl.protocol.files import whole_file
+from shufl.protocol.validation import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset in memory. A reader's may have arrays of numpy for its tensors.
+    """A dataset in memory, on the CPU; wherever a tensor stands, you may give an array of numpy.
+
+    Below, r is the number of training records or of test records.
+
+    Examples:
+        >>> import numpy as np
+        >>> from shufl import Dataset
+        >>> flowers = Dataset(
+        ...     train_features=np.zeros((4, 3), dtype=np.float32),
+        ...     train_labels=np.array([0, 1, 1, 0]),
+        ...     test_features=np.zeros((2, 3), dtype=np.float32),
+        ...     test_labels=np.array([0, 1]),
+        ...     classes=2,
+        ...     users=["ann", "ann", "bob", "cid"],
+        ... )
 
     Attributes:
-        train_features, test_features: shape (r, ...), uint8 or float32, which `inputs` normalises;
-            or int64, such as the ids of tokens, which a model gets as they are.
-        train_labels, test_labels: shape (r, ...). For classification int64 of shape (r,), from 0 to
-            `classes` - 1; for regression float32; for next-token int64 of shape (r, t), of which
-            -100 does not count; for a task of one's own int64 or float32.
-        classes: how many classes or tokens there are; regression has none.
-        scale: what raw values are divided by.
-        mean, std: of the training records after division by `scale`: one number, or one for each
-            channel. They are not protected, so they must not be estimated from users' data; those
-            of the datasets here are published constants.
-        users: whose each training record is: ids that `number_users` takes. Here they become 0 to
-            n - 1, in the order of appearance: int64 of shape (r,). None: the data do not say.
-        task: what is learnt: a name (`data.task`), or a `Task`.
+        train_features, test_features: shape (r, ...). Type uint8 or float32, normalised by `scale`,
+            `mean` and `std`; or int64, such as the ids of tokens, which a model gets as they are.
+        train_labels, test_labels: classification: int64 of shape (r,), from 0 to `classes` - 1.
+            Regression: float32 of shape (r, ...). Next-token: int64 of shape (r, t), where -100
+            does not count. A task of your own: int64 or float32 of shape (r, ...).
+        classes: the number of classes or tokens. Default: none, as for regression.
+        scale: what raw values are divided by, before `mean` and `std`. Default: 1.
+        mean, std: of the training features after that division: one number, or one for each
+            channel. Nothing protects them, so do not estimate them from users' data; those of the
+            datasets here are published constants. Default: 0 and 1.
+        users: whose each training record is: r ids, each text, bytes, a whole number, a UUID or a
+            tuple of these. In a run they are numbered from 0, in the order of appearance: int64 of
+            shape (r,). Default: the data do not say.
+        task: what is learnt: the name of a task (`data.task`), or a `Task`.
     """
 
     train_features: torch.Tensor
@@ -58,7 +74,7 @@ class Dataset:
     users: torch.Tensor | None = None
     task: str | Task = "classification"
 
-    if TYPE_CHECKING:  # a reader may give arrays; `load_dataset` makes tensors of them
+    if TYPE_CHECKING:  # you may give arrays; `load_dataset` makes tensors of them
 
         def __init__(
             self,
@@ -80,21 +96,21 @@ class Dataset:
         return tuple(self.train_features.shape[1:])
 
     def form(self, task: str | None = None) -> Form:
-        """What a record is made of, for a task or for that of the dataset.
+        """What a record is made of, for the task of this name; by default for the dataset's own.
 
-        If the task is an object, a configuration has only its name, and the dataset has the object.
+        The name of an object is that of the dataset's own task: a configuration holds no more.
         """
         if task is None or is_carried(task):
             task = self.task_name
         labels = self.train_labels
         tokens = self.train_features.dtype == torch.int64
         return Form(
-            self.input_shape,
-            self.classes or labels.shape[1:].numel(),
-            "int64" if tokens else "float32",
-            tuple(labels.shape[1:]),
-            "int64" if labels.dtype == torch.int64 else "float32",
-            task,
+            input_shape=self.input_shape,
+            outputs=self.classes or labels.shape[1:].numel(),
+            input_type="int64" if tokens else "float32",
+            label_shape=tuple(labels.shape[1:]),
+            label_type="int64" if labels.dtype == torch.int64 else "float32",
+            task=task,
         )
 
     @functools.cached_property
@@ -103,9 +119,9 @@ class Dataset:
         return Carried("task", self.task) if isinstance(self.task, Task) else self.task
 
     def inputs(self, raw: torch.Tensor) -> torch.Tensor:
-        """Raw records as model input, float32 of the same shape, normalised per channel.
+        """Raw records of shape (r, ...) as model input: float32 of that shape, normalised.
 
-        What is normalised already is not copied. Records of int64 stay as they are.
+        Records of int64, and float32 ones that need no change, are returned as they are.
         """
         if raw.dtype == torch.int64:
             return raw
@@ -147,38 +163,10 @@ def digits() -> Dataset:
     )
 
 
-def _idx(class_name: str, mean: float, std: float) -> Dataset:
-    """MNIST or a dataset in its format: 28x28, one channel."""
-    train, test = _torchvision(class_name, Path(class_name) / "raw", "*-ubyte.gz")
-    return Dataset(
-        train_features=train.data.unsqueeze(1),
-        train_labels=train.targets.long(),
-        test_features=test.data.unsqueeze(1),
-        test_labels=test.targets.long(),
-        classes=10,
-        scale=255.0,
-        mean=(mean,),
-        std=(std,),
-    )
-
-
-def cifar10() -> Dataset:
-    """CIFAR-10: 32x32, three channels."""
-    train, test = _torchvision("CIFAR10", Path(), "cifar-10-python.tar.gz")
-    return Dataset(
-        train_features=torch.from_numpy(train.data).permute(0, 3, 1, 2).contiguous(),
-        train_labels=torch.tensor(train.targets),
-        test_features=torch.from_numpy(test.data).permute(0, 3, 1, 2).contiguous(),
-        test_labels=torch.tensor(test.targets),
-        classes=10,
-        scale=255.0,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-    )
-
-
-def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple[Any, Any]:
-    """The training and the test set of a torchvision dataset, from SHUFL_DATA or by download."""
+def _of_torchvision(
+    class_name: str, folder: Path, pattern: str, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Dataset:
+    """A torchvision dataset of ten classes, from SHUFL_DATA or by download."""
     import torchvision.datasets
 
     cache = cache_folder()
@@ -187,15 +175,29 @@ def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple[Any, Any]
     remove_cut_short(cache / folder, pattern)
     constructor = getattr(torchvision.datasets, class_name)
     try:
-        return constructor(cache, train=True, download=True), constructor(
-            cache, train=False, download=True
-        )
+        train, test = (constructor(cache, train=part, download=True) for part in (True, False))
     except (RuntimeError, OSError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"{class_name} could not be downloaded, verified or read ({one_line(error)}); put its "
             f"archives ({folder / pattern}) in a folder and name that folder in SHUFL_DATA, or "
             f"delete {cache / folder} if files there were cut short"
         ) from error
+    return Dataset(
+        train_features=_images(train.data),
+        train_labels=torch.as_tensor(train.targets).long(),
+        test_features=_images(test.data),
+        test_labels=torch.as_tensor(test.targets).long(),
+        classes=10,
+        scale=255.0,
+        mean=mean,
+        std=std,
+    )
+
+
+def _images(data: torch.Tensor | np.ndarray) -> torch.Tensor:
+    """Images of shape (r, channels, height, width); torchvision has channels last, or none."""
+    images = torch.as_tensor(data)
+    return images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
 
 
 def copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
@@ -230,8 +232,21 @@ def cache_folder() -> Path:
     return cache
 
 
-mnist = functools.partial(_idx, "MNIST", 0.1307, 0.3081)
-fashion_mnist = functools.partial(_idx, "FashionMNIST", 0.2860, 0.3530)
+def mnist() -> Dataset:
+    """MNIST: handwritten digits, 28x28, one channel."""
+    return _of_torchvision("MNIST", Path("MNIST/raw"), "*-ubyte.gz", (0.1307,), (0.3081,))
+
+
+def fashion_mnist() -> Dataset:
+    """Fashion-MNIST: pieces of clothing in the form of MNIST."""
+    folder = Path("FashionMNIST/raw")
+    return _of_torchvision("FashionMNIST", folder, "*-ubyte.gz", (0.2860,), (0.3530,))
+
+
+def cifar10() -> Dataset:
+    """CIFAR-10: 32x32, three channels."""
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    return _of_torchvision("CIFAR10", Path(), "cifar-10-python.tar.gz", mean, std)
 
 
 @functools.lru_cache(maxsize=1)
@@ -242,16 +257,39 @@ def load_dataset(name: str | RecordFile) -> Dataset:
     `Dataset`, the same one at every call: each process that needs it calls it anew.
 
     Raises:
-        ConfigError: it is not available, its archive does not verify, or it is no dataset.
+        ConfigError: it is not there, its archive does not verify, or it is not a valid dataset.
     """
     make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
-    with readers_code(f"data.dataset {name} could not be loaded", quote=()):
+    with your_code(f"data.dataset {name} could not be loaded", quote=()):
         dataset = make() if callable(make) else make
         if isinstance(dataset, Dataset):
             dataset = _without_numpy(dataset)
     if (mistake := _mistake(dataset)) is not None:
         raise ConfigError(f"data.dataset {name} {mistake}")
     return dataset
+
+
+def held_out_mnist() -> Dataset:
+    """MNIST: 50 000 training records, and the other 10 000 to try on."""
+    return held_out(load_dataset("mnist"), 10_000)
+
+
+def held_out_fashion_mnist() -> Dataset:
+    """Fashion-MNIST: 50 000 training records, and the other 10 000 to try on."""
+    return held_out(load_dataset("fashion-mnist"), 10_000)
+
+
+def held_out(dataset: Dataset, records: int) -> Dataset:
+    """The training records alone: the last `records` of them stand for the test set."""
+    features, labels = dataset.train_features, dataset.train_labels
+    return replace(
+        dataset,
+        train_features=features[:-records],
+        train_labels=labels[:-records],
+        test_features=features[-records:],
+        test_labels=labels[-records:],
+        users=None if dataset.users is None else dataset.users[:-records],
+    )
 
 
 @functools.lru_cache(maxsize=2)  # of a dataset and of its features
@@ -291,16 +329,14 @@ _LABELS: dict[str, tuple[torch.dtype, int | None]] = {
     "next-token": (torch.int64, 2),
     "regression": (torch.float32, None),
 }
-"""Of each task here the type of labels, and how many axes they must have; None: any number."""
+"""The type of each task's labels, and the number of their axes; None: any number."""
 
 
 def check_task(name: str | RecordFile, dataset: Dataset, task: str) -> None:
-    """Refuses a dataset whose labels are none of this task.
-
-    `name` is the dataset's.
+    """Refuses a dataset whose labels do not fit a task; `name` is the dataset's.
 
     Raises:
-        ConfigError: which labels it must have.
+        ConfigError: the line says which labels the task needs.
     """
     if (mistake := _mistake(replace(dataset, task=task))) is not None:
         raise ConfigError(f"data.dataset {name} {mistake}, for data.task {task}")
@@ -378,24 +414,3 @@ def _mistake(dataset: Any) -> str | None:
                 f"std, got others of {name}"
             )
     return None
-
-
-def outside(labels: torch.Tensor, classes: int, task: str) -> torch.Tensor:
-    """Which labels are none of the classes or tokens, bool of the same shape."""
-    counted = labels != PADDING if task == "next-token" else torch.tensor(True)
-    return counted & ((labels < 0) | (labels >= classes))
-
-
-def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:
-    """What is needed and what was given instead; empty: a tensor of one of these types."""
-    is_tensor, kind = isinstance(thing, torch.Tensor), type(thing).__name__
-    if is_tensor:
-        layout = "nested" if thing.is_nested else thing.layout
-        dense = thing.device.type == "cpu" and layout == torch.strided
-        if dense and thing.dtype in dtypes and not thing.requires_grad:
-            return ""
-        kind = f"{thing.dtype}" if dense else f"{thing.dtype}, {layout}, on {thing.device}"
-        kind += " with gradients" if thing.requires_grad else ""
-    allowed = " or ".join(map(str, dtypes))
-    needed = f"a dense tensor of {allowed} on the CPU, without gradients, got {kind}"
-    return needed.replace("torch.", "")

@@ -16,48 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from shufl.learning import load_tensors, save_tensors
-from shufl.learning.data.datasets import (
-    Dataset,
-    cache_folder,
-    dataset_digest,
-    load_dataset,
-    wrong_tensor,
-)
+from shufl.learning.config import DATASETS, FEATURES
+from shufl.learning.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
 from shufl.learning.data.files import RecordFile
-from shufl.learning.data.scattering import COEFFICIENTS, scattering
-from shufl.learning.data.whitening import dead_leaves, whitened, whitening
-from shufl.learning.names import DATASETS, FEATURES
-from shufl.learning.section import ConfigError, find, one_line, readers_code
+from shufl.learning.tasks import wrong_tensor
+from shufl.learning.your_code import find, one_line, your_code
 from shufl.protocol.files import whole_file
+from shufl.protocol.validation import ConfigError
 
 Tensors = dict[str, Any]  # a dataset's, by name
 
 
-def whitened_scattering(images: torch.Tensor) -> torch.Tensor:
-    """The scattering transform, normalised within each record and then whitened.
-
-    Within a record every three of the 81 coefficients of an image's channel get mean 0 and variance
-    1, so that the faint second order counts like the first. Then the coefficients are made as
-    uncorrelated as those of dead leaves are; see `shufl.learning.data.whitening`.
-    """
-    planes = _normalised(scattering(images))
-    return whitened(planes, *_of_dead_leaves()).reshape(len(images), -1, *planes.shape[2:])
-
-
-def _normalised(coefficients: torch.Tensor) -> torch.Tensor:
-    planes = coefficients.reshape(-1, COEFFICIENTS, *coefficients.shape[2:])
-    return functional.group_norm(planes, COEFFICIENTS // 3)
-
-
-@functools.cache
-def _of_dead_leaves() -> tuple[torch.Tensor, torch.Tensor]:
-    return whitening(_normalised(scattering(dead_leaves())))
-
-
-_VERSIONS = {"scattering": 2}  # to be raised when a map gives other numbers: files are kept by it
+_VERSIONS = {"scattering": 2}  # in the names of kept files; raise it when a map's numbers change
 _RECORDS_AT_ONCE = 32  # what a thread works on stays in its core's cache
 
 
@@ -75,17 +47,18 @@ def load_records(dataset: str | RecordFile, features: str | None) -> Dataset:
 
 
 def data_digest(dataset: str | RecordFile, features: str | None) -> str:
-    """The digest of what `load_records` gives, to compare what processes have loaded.
+    """The digest of what `load_records` gives, by which processes compare their data.
 
-    Features of the maps here are left out: machines may round them differently.
+    Features of shufl's own maps are left out: machines may round them differently.
     """
     return dataset_digest(load_records(dataset, None if features in FEATURES else features))
 
 
 def check_digest(dataset: str | RecordFile, features: str | None, digest: str | None) -> None:
-    """Refuses data that are not those of another process, unless its digest is None or empty.
+    """Refuses data that differ from the data of the process where the run began.
 
-    With another split this process would train on records that the other one tests on.
+    `digest` is of that process's data; None or empty: any data will do. With another split this
+    process would train on records that the other one tests on.
     """
     if digest and digest != data_digest(dataset, features):
         if features in (None, *FEATURES) and (dataset in DATASETS or not isinstance(dataset, str)):
@@ -104,8 +77,8 @@ def check_digest(dataset: str | RecordFile, features: str | None, digest: str | 
 def mapped(dataset: Dataset, name: str) -> Dataset:
     """The dataset with its records mapped.
 
-    The features of the maps here are kept in a file that all processes share. Those of the
-    reader's are not, because nothing tells whether what its code rests on has changed.
+    The features of the maps here are kept in a file that all processes share. Those of a map of
+    yours are not, because nothing tells whether all that its code rests on is still the same.
     """
     if name not in FEATURES:
         tensors: Tensors = _compute(dataset, name, _shape_of_one(dataset, name))
@@ -124,7 +97,7 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     """
     make = find("data.features", name, FEATURES)
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
-    with readers_code(failure, quote=()), torch.no_grad():
+    with your_code(failure, quote=()), torch.no_grad():
         features = make(records.clone())  # which it may change
     if wrong := wrong_tensor(features, torch.float32):
         raise ConfigError(f"data.features {name} must give {wrong}")
@@ -140,7 +113,7 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of_one(dataset: Dataset, name: str) -> torch.Size:
-    """The shape of a record's features, from a trial that shows whether they are its own alone."""
+    """The shape of a record's features; refuses a map whose features depend on other records."""
     few = dataset.inputs(dataset.train_features[:_RECORDS_AT_ONCE])
     alone = [map_records(name, record) for record in few.split(1)]
     together = map_records(name, few)
@@ -178,7 +151,7 @@ def _compute(dataset: Dataset, name: str, shape: torch.Size) -> Tensors:
 
 
 def _read(path: Path) -> Tensors | None:
-    """What `_keep` has written, mapped into memory; None if it is not there or damaged."""
+    """The file that `_keep` has written, mapped into memory; None if it is missing or damaged."""
     try:
         return load_tensors(path, mmap=True)
     except Exception:  # of all the kinds that a damaged file can raise
@@ -186,7 +159,7 @@ def _read(path: Path) -> Tensors | None:
 
 
 def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
-    """Computes the features and writes them to a file, which is whole as soon as it is there."""
+    """Computes the features and writes them to a file, whole or not at all."""
     shape = _shape_of_one(dataset, name)
     size = 4 * shape.numel() * (len(dataset.train_labels) + len(dataset.test_labels))
     try:

@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from shufl.learning.data.users import number_users, where
-from shufl.learning.section import ConfigError, Section
-from shufl.protocol.validation import Count
+from shufl.learning.section import Section
+from shufl.protocol.validation import ConfigError, Count
 
 if TYPE_CHECKING:
     import pyarrow
@@ -29,7 +29,7 @@ _CASTS: dict[str, tuple[type, str, str, int]] = {
 """What an array becomes, its kinds of numbers, and the largest whole one kept exact."""
 _NUMBERS = re.compile(r"u?int\d+|halffloat|float|double|bool")
 _IDS = re.compile(r"u?int\d+|\w*string\w*|\w*binary\w*|null")  # of null each is missing
-"""Types of columns, as pyarrow names them, every value of which Python can hold."""
+"""Types of columns, by pyarrow's names, whose values Python holds exactly."""
 
 _INDEX = re.compile(r"Unnamed: \d+|__index_level_\d+__|\.\.\.\d+")
 """What pandas, arrow and R call an index that has no name when they write or read a file."""
@@ -46,9 +46,9 @@ _Numbers = Annotated[
 
 
 class RecordFile(Section):
-    """A table `data.dataset` of a configuration: a file, and what its columns are.
+    """The table `[data.dataset]` of a configuration: a file, and what its columns are.
 
-    Classes and scaling are stated, because nothing would protect what was estimated from records.
+    Classes and scaling are stated here: estimated from records, they would not be protected.
 
     Attributes:
         file: a CSV file with a line of names, or a Parquet file.
@@ -58,8 +58,8 @@ class RecordFile(Section):
         classes: how many there are. Default: none, since labels are numbers (regression).
         input_type: what a model gets, floats or whole numbers such as ids.
         mean, std: of each feature. Default: features stay as they are.
-        test: the share of users, or of records, that are for testing.
-        test_of: whether whole users are for testing, or records of everybody.
+        test: the share of users, or of records, for testing.
+        test_of: whether the records for testing are all of some users, or some of all users.
     """
 
     file: str
@@ -75,7 +75,7 @@ class RecordFile(Section):
 
     @model_validator(mode="after")
     def _scaling(self) -> RecordFile:
-        """Refuses half a scaling."""
+        """Refuses a mean without std, and the other way round."""
         if (self.mean is None) != (self.std is None) or len(self.mean or ()) != len(self.std or ()):
             raise ValueError("mean and std must both be there, of equal length, or none")
         if self.std is not None and min(self.std, default=1.0) <= 0:
@@ -107,10 +107,12 @@ class RecordFile(Section):
         chosen = torch.zeros(drawn_of, dtype=torch.bool)
         chosen[torch.from_numpy(random.permutation(drawn_of)[:count])] = True
         tested = chosen[owners] if self.test_of == "users" else chosen
-        records = features[~tested], labels[~tested], features[tested], labels[tested]
         return Dataset(
-            *records,
-            self.classes,
+            train_features=features[~tested],
+            train_labels=labels[~tested],
+            test_features=features[tested],
+            test_labels=labels[tested],
+            classes=self.classes,
             mean=self.mean or (0.0,),
             std=self.std or (1.0,),
             users=owners[~tested],
@@ -118,12 +120,14 @@ class RecordFile(Section):
         )
 
     def records_in(self, path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Features of shape (r, f), labels and owners of all records in such a file.
+        """Features, labels and owners of all r records in a file with these columns.
 
-        Owners are numbered from 0 in the order of appearance, int64 of shape (r,).
+        Returns:
+            Features of shape (r, f), labels of shape (r,) or (r, labels), and owners, numbered from
+            0 in the order of appearance: int64 of shape (r,).
 
         Raises:
-            ConfigError: as for `load`; none quotes a record.
+            ConfigError: as for `load`; no error quotes a record.
         """
         import torch
 
@@ -182,7 +186,7 @@ def read_table(path: Path, user: str = "") -> pyarrow.Table:
     In CSV the column `user` is text: 007 is not 7, and no cell is null.
 
     Raises:
-        ConfigError: it cannot be read. Pyarrow's own text may quote a record, and is left out.
+        ConfigError: it cannot be read. Pyarrow's own text is left out: it might quote a record.
     """
     import pyarrow
     from pyarrow import csv, parquet
@@ -230,7 +234,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _refuse_index(path: Path, table: pyarrow.Table, features: tuple[str, ...]) -> None:
-    """Refuses features nobody named of which one is the index of a table of pandas, or of R."""
+    """Refuses the index of a table, as pandas or R write it, among features that nobody named."""
     try:
         index = table.schema.pandas_metadata["index_columns"] or ()
     except (ValueError, TypeError, KeyError):  # none, or not as pandas writes them
@@ -245,10 +249,10 @@ def _refuse_index(path: Path, table: pyarrow.Table, features: tuple[str, ...]) -
 
 
 def no_column(name: str, names: list[str], sure: bool = False, place: str = "line 1") -> str:
-    """What is wrong if a file has no such column.
+    """What is wrong if a file has no column of this name.
 
-    The others are not listed: in a file without a line of names they are somebody's record. `sure`:
-    there is such a line, and one of its names may be meant.
+    The columns are not listed: in a file without a line of names they would be a record. `sure`:
+    there is a line of names, so that the closest of them may be told.
     """
     close = difflib.get_close_matches(name, names, n=1) if sure else []
     hint = f"; did you mean {close[0]}?" if close else ""
@@ -287,7 +291,7 @@ def tensor_of(name: str, array: np.ndarray, kind: str) -> torch.Tensor:
     """An array of a file as a tensor, `float32` or `int64`.
 
     Raises:
-        ConfigError: it holds something else than numbers, or whole numbers that the cast changes.
+        ConfigError: it holds something other than numbers, or whole numbers that would change.
     """
     import torch
 

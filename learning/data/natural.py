@@ -15,7 +15,7 @@ import torch
 from shufl.learning.data.datasets import Dataset
 from shufl.learning.data.files import read_table
 from shufl.learning.data.users import number_users
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 
 _KEY = 2972  # of the choice of the users for testing
 _DECADES = range(190, 202)
@@ -24,8 +24,8 @@ _DECADES = range(190, 202)
 def insteval() -> Dataset:
     """Students of ETH Zurich rate lecturers: 73 421 ratings from 1 to 5 of 2 972 students.
 
-    Ids are those of the lecturer, the ages of student and lecture, whether the lecture is for
-    another department, and the department. The label is the rating less 3.
+    A record has the ids of the lecturer, of the ages of student and lecture, of whether the lecture
+    is for another department, and of the department. The label is the rating less 3.
     """
     names = ["s", "d", "studage", "lectage", "service", "dept", "y"]
     how = "in R: write.csv(lme4::InstEval, gzfile('insteval.csv.gz'), row.names = FALSE)"
@@ -37,8 +37,8 @@ def insteval() -> Dataset:
 def movielens() -> Dataset:
     """671 people rate films: 100 004 ratings from 0.5 to 5 (MovieLens latest small, 2016).
 
-    Ids are those of the film, its decade, and each of 19 genres that it has or has not. The label
-    is the rating less 3.
+    A record has the ids of the film, of its decade, and of whether it has each of 19 genres. The
+    label is the rating less 3.
     """
     how = "MovieLens latest small of 2016, as R's dslabs::movielens has it"
     ratings = _columns("movielens-ratings.csv.gz", ["userId", "movieId", "rating"], how)
@@ -83,9 +83,12 @@ def _dataset(
     random = np.random.Generator(np.random.Philox(key=_KEY))
     chosen = random.permutation(int(owners.max()) + 1)
     tested = torch.isin(owners, torch.from_numpy(chosen[: len(chosen) // 5]))
+    ratings = torch.from_numpy(labels)
     return Dataset(
-        *(ids[~tested], torch.from_numpy(labels)[~tested]),
-        *(ids[tested], torch.from_numpy(labels)[tested]),
+        train_features=ids[~tested],
+        train_labels=ratings[~tested],
+        test_features=ids[tested],
+        test_labels=ratings[tested],
         users=owners[~tested],
         task="regression",
     )

@@ -1,29 +1,29 @@
-"""Which training records belong to which user: as the data say, or dealt by the seed."""
+"""Which training records belong to which user: as the data say, or dealt at random by a seed."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from shufl.learning.config import Data, Scheme
 from shufl.learning.data.datasets import Dataset, load_dataset
 from shufl.learning.data.features import check_digest, load_records
-from shufl.learning.data.files import RecordFile
 from shufl.learning.data.users import spaced
-from shufl.learning.names import Scheme
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The records of each user. Memory is taken by rows, of which users may share some.
+    """The records of each user. Several users may share a row, so that many users take no memory.
 
     Attributes:
-        index: the records of all rows, one row after another, int64 of shape (r,).
-        starts: where each of k rows starts, and r: int64 of shape (k + 1,).
-        users: n. User u has the records of row u modulo k.
+        index: the records of all k rows, one row after another, int64 of shape (r,).
+        starts: where each row starts, and r at the end: int64 of shape (k + 1,).
+        users: n, the number of users. User u has the records of row u modulo k.
         left: how many records of the dataset are in no row.
     """
 
@@ -53,7 +53,7 @@ class Partition:
         return turns * self.starts[-1] + self.starts[rows]
 
     def user_at(self, place: int) -> int:
-        """The first user before whom there are at least so many records."""
+        """The first user before whom there are at least `place` records."""
         turns, rest = divmod(place, int(self.starts[-1]))
         return min(self.users, turns * len(self) + int(self.starts.searchsorted(rest)))
 
@@ -63,7 +63,7 @@ class Partition:
         return int(np.diff(self.starts).max())
 
     def told(self, users_by: str) -> str:
-        """How many users and records there are, for the start of a run."""
+        """How many users and records there are: a line for the start of a run."""
         sizes = np.diff(self.starts)
         each = f"{spaced(sizes.max())} record{'s' * int(sizes.max() > 1)} each"
         if sizes.min() < sizes.max():
@@ -76,95 +76,86 @@ class Partition:
         return f"{spaced(self.users)} users {users_by}, {each}, {total}"
 
 
-def deal(
-    labels: np.ndarray,
-    owners: np.ndarray | None,
-    users: int,
-    scheme: Scheme,
-    seed: int,
-    concentration: float = 0.5,
-    most_records: int | None = None,
-) -> Partition:
-    """Gives every record to a user.
+def deal(labels: np.ndarray, owners: np.ndarray | None, data: Data, seed: int) -> Partition:
+    """Gives every record to a user, as `data.partition` says.
 
-    `natural`: to its owner; of more owners than `users` a random choice takes part. `repeated`:
-    the owners are repeated in a random order, so that there may be more users than owners; without
-    owners every record is an owner's. The other schemes do not look at owners, and deal numbers of
-    records that differ by 2 at most. `iid`: a random permutation, cut. `by-label`: records sorted
-    by label and cut into two shards a user, dealt at random (McMahan et al. 2017). `dirichlet`:
-    each user draws its own label proportions from Dirichlet(concentration), which is skewed where
-    this is small, and fills its share by them (Hsu et al. 2019).
+    `natural`: to its owner; of more owners than `data.users` a random choice takes part.
+    `repeated`: the owners are repeated in a random order, so that there may be more users than
+    owners; without owners every record is an owner's. The other schemes do not look at owners, and
+    deal numbers of records that differ by 2 at most. `iid`: a random permutation, cut. `by-label`:
+    records sorted by label and cut into two shards a user, dealt at random (McMahan et al. 2017).
+    `dirichlet`: each user draws its own label proportions from Dirichlet(`data.concentration`),
+    which is skewed where this is small, and fills its share by them (Hsu et al. 2019).
 
     Args:
         labels: int64 of shape (r,).
         owners: whose each record is, from 0 without a gap, int64 of shape (r,).
-        most_records: of a user with more, a random choice of so many.
+        data: with users and partition decided. Of a user with more than `data.most_records`, a
+            random choice of so many is used.
+        seed: of all that is random.
 
     Raises:
         ConfigError: there are too few records or owners.
     """
-    random = np.random.Generator(np.random.Philox(key=seed))
-    if scheme in ("natural", "repeated"):
-        index, sizes = _of_owners(len(labels), owners, users, scheme, random)
+    assert data.users is not None
+    random, most = np.random.Generator(np.random.Philox(key=seed)), data.most_records
+    if data.partition in ("natural", "repeated"):
+        index, sizes = _of_owners(len(labels), owners, data, random)
     else:
-        index, sizes = _dealt(labels, users, scheme, concentration, random)
+        index, sizes = _dealt(labels, data, random)
     starts = np.concatenate([[0], sizes.cumsum()])
-    if most_records is not None and sizes.max() > most_records:
+    if most is not None and sizes.max() > most:
         rows = [
-            row if len(row) <= most_records else np.sort(random.permutation(row)[:most_records])
+            row if len(row) <= most else np.sort(random.permutation(row)[:most])
             for row in np.split(index, starts[1:-1])
         ]
         index = np.concatenate(rows)
         starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
-    return Partition(index, starts, users, len(labels) - len(index))
+    return Partition(index, starts, data.users, len(labels) - len(index))
 
 
 def _of_owners(
-    records: int,
-    owners: np.ndarray | None,
-    users: int,
-    scheme: Scheme,
-    random: np.random.Generator,
+    records: int, owners: np.ndarray | None, data: Data, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """The records of the chosen owners, one owner after another; how many each has."""
+    assert data.users is not None
+    natural, users = data.partition == "natural", data.users
     if owners is None:
-        if scheme == "natural":
+        if natural:
             raise ConfigError(
                 "data.partition natural needs a dataset that says whose each record is "
                 "(Dataset.users), got one that does not"
             )
         return random.permutation(records)[:users], np.ones(min(users, records), dtype=np.int64)
     sizes = np.bincount(owners)
-    if scheme == "natural" and users > len(sizes):
+    if natural and users > len(sizes):
         raise ConfigError(
             f"data.users must lie in [1, {len(sizes)}], the users of the dataset (data.partition "
             f"repeated takes them again and again), got {users}"
         )
     chosen = random.permutation(len(sizes))[:users]
-    if scheme == "natural":
+    if natural:
         chosen.sort()
     starts = np.concatenate([[0], sizes.cumsum()])
     return Partition(owners.argsort(kind="stable"), starts, users).rows(chosen), sizes[chosen]
 
 
 def _dealt(
-    labels: np.ndarray,
-    users: int,
-    scheme: Scheme,
-    concentration: float,
-    random: np.random.Generator,
+    labels: np.ndarray, data: Data, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """The records dealt to users, one user after another; how many each has."""
-    check_enough(len(labels), users, scheme)
+    assert data.users is not None and data.partition is not None
+    users = data.users
+    check_enough(len(labels), users, data.partition)
     order = random.permutation(len(labels))
-    if scheme == "by-label":
+    if data.partition == "by-label":
         ordered = order[labels[order].argsort(kind="stable")]
         shards = np.array_split(ordered, 2 * users)
         dealt = [shards[shard] for shard in random.permutation(2 * users)]
         return np.concatenate(dealt), np.array([len(each) for each in dealt]).reshape(-1, 2).sum(1)
     sizes = np.diff(len(labels) * np.arange(users + 1) // users)
-    if scheme == "dirichlet":
-        order = _dirichlet(labels, order, sizes, random, concentration)
+    if data.partition == "dirichlet":
+        order = _dirichlet(labels, order, sizes, random, data.concentration)
     return order, sizes
 
 
@@ -185,7 +176,7 @@ def _dirichlet(
     random: np.random.Generator,
     concentration: float,
 ) -> np.ndarray:
-    """Each user filled record by record, by labels drawn from its own proportions."""
+    """Fills each user record by record: labels are drawn from the user's own proportions."""
     pools = [list(order[labels[order] == label]) for label in np.unique(labels)]
     dealt: list[int] = []
     for size in sizes.tolist():
@@ -193,17 +184,31 @@ def _dirichlet(
         for _ in range(size):
             left = np.array([len(pool) for pool in pools], dtype=float)
             weights = proportions * (left > 0)
-            if weights.sum() == 0:  # none of the labels this user wants is left
+            if weights.sum() == 0:  # no label that this user wants is left
                 weights = left
             dealt.append(pools[random.choice(len(pools), p=weights / weights.sum())].pop())
     return np.array(dealt)
 
 
-class PartitionedRecords:
-    """Maps a user id to its records: features as model input, labels.
+class Together(NamedTuple):
+    """The n records of k users, one user after another.
 
     Attributes:
-        partition: of the users from `first` to before `last`, by their ids less `first`.
+        features: as model input, shape (n, ...).
+        labels: shape (n, ...).
+        sizes: how many records each user has, int64 of shape (k,).
+    """
+
+    features: torch.Tensor
+    labels: torch.Tensor
+    sizes: np.ndarray
+
+
+class PartitionedRecords:
+    """Gives a user's records by the user's id: features as model input, and labels.
+
+    Attributes:
+        partition: of the users from `first` to before `last`; it calls them 0 to last - first - 1.
     """
 
     def __init__(self, dataset: Dataset, partition: Partition, first: int, last: int, before: int):
@@ -216,11 +221,8 @@ class PartitionedRecords:
         features, labels, _ = self.together(np.array([user]))
         return features, labels
 
-    def together(self, users: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Features and labels of k users, one user after another, and how many each has.
-
-        Shapes (r, ...), (r,) and (k,).
-        """
+    def together(self, users: np.ndarray) -> Together:
+        """The records of k users, by their ids: int of shape (k,)."""
         if users.min() < self._first or users.max() >= self._last:
             raise IndexError(f"users must lie in [{self._first}, {self._last}), got {users}")
         own = users - self._first
@@ -229,7 +231,7 @@ class PartitionedRecords:
             of.index_select(0, index)
             for of in (self._dataset.train_features, self._dataset.train_labels)
         )
-        return self._dataset.inputs(features), labels, self.partition.sizes(own)
+        return Together(self._dataset.inputs(features), labels, self.partition.sizes(own))
 
     def sizes(self, users: np.ndarray) -> np.ndarray:
         """How many records each of these users has."""
@@ -249,7 +251,7 @@ class PartitionedRecords:
         return PartitionedRecords(dataset, self.partition, self._first, self._last, self._before)
 
     def of(self, first: int, last: int) -> PartitionedRecords:
-        """The same for the users from `first` to before `last`, holding nobody else's records."""
+        """The same for the users from `first` to before `last`, without anybody else's records."""
         some = np.arange(first, min(last, first + len(self.partition))) - self._first
         held, index = np.unique(self.partition.rows(some), return_inverse=True)
         starts = np.concatenate([[0], self.partition.sizes(some).cumsum()])
@@ -267,35 +269,35 @@ class PartitionedRecords:
 
 
 @functools.lru_cache(maxsize=1)
-def load_partition(
-    dataset: str | RecordFile,
-    users: int,
-    scheme: Scheme,
-    seed: int,
-    concentration: float,
-    most_records: int | None,
-) -> Partition:
-    """`deal` of what `load_dataset` gives."""
-    loaded = load_dataset(dataset)
+def load_partition(data: Data, seed: int) -> Partition:
+    """`deal` of the dataset that `data` names."""
+    loaded = load_dataset(data.dataset)
     owners = None if loaded.users is None else np.asarray(loaded.users)
-    labels = loaded.train_labels.numpy()
-    return deal(labels, owners, users, scheme, seed, concentration, most_records)
+    return deal(loaded.train_labels.numpy(), owners, data, seed)
 
 
-def load_user_records(
-    dataset: str | RecordFile,
-    features: str | None,
-    users: int,
-    scheme: Scheme,
-    seed: int,
-    concentration: float,
-    most_records: int | None = None,
-    digest: str | None = None,
-) -> PartitionedRecords:
-    """The records of all users: what `load_records` gives, dealt as `deal` says.
+@dataclass(frozen=True)
+class LoadUsers:
+    """Gives access to the records of all users, dealt as `load_partition` says; picklable.
 
-    `digest` is as for `check_digest`.
+    Attributes:
+        data: with users and partition decided.
+        seed: of the partition.
+        digest: of the data in the process where the run began; see `check_digest`.
     """
-    check_digest(dataset, features, digest)
-    partition = load_partition(dataset, users, scheme, seed, concentration, most_records)
-    return PartitionedRecords(load_records(dataset, features), partition, 0, users, 0)
+
+    data: Data
+    seed: int
+    digest: str | None = None
+
+    def __call__(self) -> PartitionedRecords:
+        """The records.
+
+        Raises:
+            ConfigError: this process has other data.
+        """
+        data = self.data
+        check_digest(data.dataset, data.features, self.digest)
+        dataset = load_records(data.dataset, data.features)
+        partition = load_partition(data, self.seed)
+        return PartitionedRecords(dataset, partition, first=0, last=partition.users, before=0)

@@ -4,6 +4,13 @@ An image is convolved with Morlet wavelets of two scales and eight angles. Of th
 absolute values are kept, averaged over some 4x4 pixels: the first order. The second order does the
 same to the absolute values of the fine scale, with the wavelets of the coarse one. Nothing in it is
 learnt. Filters, sizes and order are those of kymatio (Andreux et al. 2020) for J = 2 and L = 8.
+
+The coefficients are then whitened. Where gradients are clipped and noisy, the pace at which a
+linear model learns along a direction of its inputs is set by their variance. The variances of
+scattering features are up to 10^4 apart, so that a run would end before it has learnt along most
+directions; whitening makes them alike. The covariance of users' images would tell of these. So it
+is taken of dead leaves (Lee, Mumford and Huang 2001, "Occlusion models for natural images"):
+ellipses of random place, size, direction and brightness, one over another.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 
 COEFFICIENTS = 81
 """Coefficients of each channel of an image, at each position."""
@@ -100,9 +107,9 @@ def _morlet(height: int, width: int, scale: int, angle: float) -> np.ndarray:
 
 @functools.cache
 def _average(pixels: int, scale: int) -> torch.Tensor:
-    """What takes Gaussian means along a side, of which scale 1 has every second pixel only.
+    """A matrix that takes Gaussian means along a side; at scale 1 the side has half the pixels.
 
-    Shape (positions, pixels / 2^scale); the outermost positions, within the margins, are left out.
+    Shape (positions, pixels / 2^scale); positions within the margins are left out.
     """
     x, sigma = np.arange(-2 * pixels, 3 * pixels), _WIDTH * _STEP / 2
     gaussian = np.exp(-(x**2) / (2 * sigma**2)) / (math.sqrt(2 * math.pi) * sigma)
@@ -113,3 +120,68 @@ def _average(pixels: int, scale: int) -> torch.Tensor:
     positions = np.arange(_STEP, pixels - _STEP, _STEP) // 2**scale
     distances = positions[:, None] - np.arange(len(kernel))
     return torch.from_numpy(kernel[distances]).float()
+
+
+_IMAGES, _PIXELS, _LEAVES = 500, 32, 12
+_KEY = 2001  # of the random numbers: the images are always the same
+_RIDGE = 0.3  # of the mean variance: directions that hardly vary are not blown up to noise
+
+
+def dead_leaves() -> torch.Tensor:
+    """Images of random ellipses, each of mean 0 and variance 1: float32 (500, 1, 32, 32)."""
+    random = np.random.Generator(np.random.Philox(key=_KEY))
+    y, x = np.mgrid[:_PIXELS, :_PIXELS] + 0.5
+    images = np.zeros((_IMAGES, _PIXELS, _PIXELS))
+    for _ in range(_LEAVES):
+        lowest, highest = [0, 0, 0, 0.03, 0.03, 0], [math.pi, 1, 1, 0.43, 0.43, 1]
+        drawn = random.uniform(lowest, highest, (_IMAGES, 6)).T[..., None, None]
+        angle, (top, left, height, width), brightness = drawn[0], drawn[1:5] * _PIXELS, drawn[5]
+        along = (y - top) * np.cos(angle) + (x - left) * np.sin(angle)
+        across = (x - left) * np.cos(angle) - (y - top) * np.sin(angle)
+        inside = (along / height) ** 2 + (across / width) ** 2 < 1
+        images = np.where(inside, brightness, images)
+    images -= images.mean((1, 2), keepdims=True)
+    images /= images.std((1, 2), keepdims=True)
+    return torch.from_numpy(images).float().unsqueeze(1)
+
+
+def whitening(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What makes channels uncorrelated, and of variance 1 where they vary at all.
+
+    Args:
+        features: shape (r, channels, height, width).
+
+    Returns:
+        The channels' means, of shape (channels,), to be subtracted; and the symmetric matrix, of
+        shape (channels, channels), by which the rest is multiplied.
+    """
+    samples = features.double().movedim(1, -1).flatten(0, -2)
+    variances, directions = torch.linalg.eigh(samples.T.cov(correction=0))
+    scales = (variances + _RIDGE * variances.mean()).rsqrt()
+    return samples.mean(0).float(), ((directions * scales) @ directions.T).float()
+
+
+def whitened(features: torch.Tensor, mean: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Features of shape (r, channels, height, width), centred and multiplied, of the same shape."""
+    return ((features.movedim(1, -1) - mean) @ matrix).movedim(-1, 1)
+
+
+def whitened_scattering(images: torch.Tensor) -> torch.Tensor:
+    """The scattering transform, normalised within each record and then whitened.
+
+    Within a record every three of the 81 coefficients of an image's channel get mean 0 and variance
+    1, so that the faint second order counts like the first. Then a matrix that makes the
+    coefficients of dead leaves uncorrelated is applied.
+    """
+    planes = _normalised(scattering(images))
+    return whitened(planes, *_of_dead_leaves()).reshape(len(images), -1, *planes.shape[2:])
+
+
+def _normalised(coefficients: torch.Tensor) -> torch.Tensor:
+    planes = coefficients.reshape(-1, COEFFICIENTS, *coefficients.shape[2:])
+    return functional.group_norm(planes, COEFFICIENTS // 3)
+
+
+@functools.cache
+def _of_dead_leaves() -> tuple[torch.Tensor, torch.Tensor]:
+    return whitening(_normalised(scattering(dead_leaves())))

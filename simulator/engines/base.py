@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 
 if TYPE_CHECKING:
     from shufl.learning.config import Config

@@ -1,7 +1,7 @@
 """Each user's gradient of its loss by book-keeping: one forward and one backward for all users.
 
-While the model computes its scores, `_Tape` keeps what each layer was given. One backward then
-gives the gradients of the layers' outputs. From the two, a formula of the layer's kind gives every
+While the model computes its scores, `_Tape` keeps the inputs of each layer. One backward then gives
+the gradients of the layers' outputs. From the two, a formula for the kind of layer gives every
 user's gradient of the layer's parameters.
 """
 
@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from shufl.learning import Loss, SeededDropout, in_type, unfolded_attention
 from shufl.learning.config import Precision
-from shufl.learning.trained import trained
+from shufl.learning.data.partition import Together
+from shufl.learning.parameters import trained
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
 
@@ -43,8 +44,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 @torch.no_grad()
 def gradients_of_users(
     model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
+    records: Together,
     buckets: Sequence[Bucket],
     loss_of: Loss,
     masks: SeededDropout,
@@ -55,14 +55,16 @@ def gradients_of_users(
     Factors are converted to float32 first, so the norm is that of the gradient that is summed.
 
     Args:
-        model, features, labels, precision: see `clipped_sum_of_updates`.
+        model, records: see `clipped_sum_of_updates`.
         buckets: of all users.
         loss_of: gives each record's loss.
         masks: the users' dropout.
+        precision: what the model computes in.
 
     Raises:
         Unsupported: a parameter is used twice, or with a tensor that is no trained parameter.
     """
+    features, labels, _ = records
     exact, known = next(iter(trained(model).values())).dtype, names_of(model)
     shares = torch.empty(len(labels), dtype=exact, device=features.device)
     for bucket in buckets:
@@ -216,7 +218,7 @@ def _sum(users: int, g: _T, *summands: Any) -> _Parts:
 
 
 _SUMS = tuple(getattr(torch.Tensor, name) for name in ("add", "__add__", "__radd__", "expand"))
-"""Where a parameter is the same for all records, as that of a position or of a first token is."""
+"""Where one parameter serves all records, such as the embedding of a position."""
 
 _LAYERS: dict[Any, _Layer] = {
     functional.linear: _linear,

@@ -21,10 +21,10 @@ class Bucket:
     Attributes:
         users: the places of b users among the k, int64 of shape (b,).
         sizes: how many records each of them has, int64 of shape (b,).
-        index: their records' places among the n, int64 of shape (b, r). Who has fewer than r gets
-            its own records again: padding.
+        index: the places of their records among the n, int64 of shape (b, r). A user with fewer
+            than r records gets its own again: padding.
         total: n.
-        is_padded: whether somebody may have padding.
+        is_padded: whether a user may have padding.
     """
 
     users: torch.Tensor
@@ -41,10 +41,14 @@ class Bucket:
         most: int | None = None,
         batch: int | None = None,
     ) -> list[Bucket]:
-        """Buckets of all users with so many records, int of shape (k,).
+        """Cuts all k users into buckets.
 
-        A bucket has `most` users at most, where that is given. Whoever has a `batch` of records or
-        more counts as having a batch, where that is given: they take several steps.
+        Args:
+            sizes: how many records each user has, int of shape (k,).
+            device: of the buckets' tensors.
+            most: how many users a bucket has at most. Default: any number.
+            batch: users with more records than this count as having so many, because they take
+                several steps. Default: no limit.
         """
         starts = sizes.cumsum() - sizes
         order = sizes.argsort(kind="stable")
@@ -66,7 +70,7 @@ class Bucket:
         return found
 
     def only(self, users: torch.Tensor) -> Bucket:
-        """The same of some of its users only: bool of shape (b,)."""
+        """The bucket of some of its users only: bool of shape (b,)."""
         return replace(
             self, users=self.users[users], sizes=self.sizes[users], index=self.index[users]
         )
@@ -77,19 +81,19 @@ class Bucket:
         return self.index.numel() == self.total and not self.is_padded
 
     def real(self) -> torch.Tensor:
-        """What is no padding: bool of shape (b, r)."""
+        """Which places are not padding: bool of shape (b, r)."""
         return torch.arange(self.index.shape[1], device=self.index.device) < self.sizes[:, None]
 
     def of(self, given: torch.Tensor) -> torch.Tensor:
-        """The users' rows of something of shape (n, ...): shape (b, r, ...)."""
+        """The users' rows of a tensor of shape (n, ...): shape (b, r, ...)."""
         shape = *self.index.shape, *given.shape[1:]
         return given.reshape(shape) if self.is_all else given[self.index]
 
     def flat(self, given: _Given, padding: float | None = None) -> _Given | torch.Tensor:
         """The users' rows of a layer's tensor, one row after another; anything else as it is.
 
-        Of a tensor of shape (n m, ...), in which every record has m rows: shape (b r m, ...).
-        `padding` is what replaces all numbers of what is padding; None: nothing.
+        A tensor of shape (n m, ...), in which every record has m rows, gives shape (b r m, ...).
+        `padding`, if given, replaces all numbers in rows of padding.
         """
         if self.is_all or not isinstance(given, torch.Tensor) or isinstance(given, nn.Parameter):
             return given

@@ -19,9 +19,10 @@ from flwr.serverapp import Grid, ServerApp
 from shufl import clients, server
 from shufl.clients import ClientSettings, make_client_app
 from shufl.learning.configured import check_model_size
-from shufl.learning.section import ConfigError, one_line
+from shufl.learning.your_code import one_line
 from shufl.protocol.mechanisms import seed_of_shuffler
 from shufl.protocol.text import logs_to
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
 from shufl.server import (
     NodeFailed,

@@ -15,7 +15,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from shufl.clients import SimulatedLedger
-from shufl.learning.section import make_importable
+from shufl.learning.your_code import make_importable
 from shufl.simulator.engines.memory import keep_freed_memory
 
 

@@ -1,4 +1,4 @@
-"""What book-keeping knows of many users' gradients: their norms, and their clipped sum.
+"""Many users' gradients, as book-keeping holds them: their norms, and their clipped sum.
 
 A layer's gradients are held materialised for each user (`Dense`), or as the factors they are
 products of (`Products`), whichever takes fewer operations; an embedding's as its rows (`Rows`).
@@ -20,7 +20,7 @@ from shufl.protocol.mechanisms import LdpSgd
 FLOAT32 = torch.finfo(torch.float32)
 """What the type of gradients can hold."""
 
-_SQUARES = 64  # summed in float32
+_SQUARES = 64  # so many squares are summed in float32
 
 Tensors = dict[str, torch.Tensor]
 """Parameters by name, or one such tensor for each of k users: shape (k, ...)."""
@@ -65,9 +65,9 @@ class Products:
     that is wrong by about 1e-12 b^2 at most, where b = sum_t |g_t||a_t| bounds the norm; and the
     sum itself, in float32, by some 1e-7 b, or 2e-6 b where the products are such that hundreds are
     rounded alike. While a user's scale times b is at most 10 C, its clipped update is therefore no
-    longer than C (1 + 2e-5). Users of whom more cancels are left to vmap, which measures the very
-    numbers that it sums. So are users with inputs above 1e19, whose squared length float32 could
-    not hold. A subnormal scaled g_t is off by up to 1e-45; times a_t ≤ 1e19 that is 1e-26 an entry,
+    longer than C (1 + 2e-5). Users for whom more cancels are left to vmap, which measures the very
+    numbers that it sums. So are users with inputs above 1e19: float32 could not hold their squared
+    length. A subnormal scaled g_t is off by up to 1e-45; times a_t ≤ 1e19 that is 1e-26 an entry,
     which is little of 1e-18, the least C that `shufl.learning.config` takes.
 
     Attributes:
@@ -173,7 +173,7 @@ def squared_lengths_of(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor
 
     For float32 vectors the relative error is at most 4e-6, whatever torch's summation order: up to
     64 squares at a time are summed in float32, which is much faster, and those sums in float64.
-    Squares too small for float32 are made up for; too large ones may make the sum infinite.
+    An addend makes up for squares too small for float32; too large ones may give infinity.
     """
     size = vectors.shape[-1]
     if size > _SQUARES:
@@ -198,9 +198,9 @@ def only(gradients: Gradients, users: torch.Tensor) -> Gradients:
 
 
 def lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
-    """Users' norms over all parameters, and their bounds, or the norms where nothing can cancel.
+    """Users' norms over all parameters, and bounds of them: float64 of shape (k,).
 
-    Float64 of shape (k,).
+    If nothing can cancel, the bounds are the norms themselves, the same object.
     """
     squares, bounds = zip(*(part.squared_lengths() for part in gradients.values()), strict=True)
     norms = functools.reduce(torch.add, squares).sqrt()
@@ -211,7 +211,7 @@ def lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Clipping:
-    """What a user's update counts in the sum: min(1, C/norm)."""
+    """The factor of a user's update in the sum: min(1, C/norm)."""
 
     clip_norm: float
 
@@ -220,13 +220,13 @@ class Clipping:
         return (self.clip_norm / norms).clamp(max=1.0)
 
     def only(self, users: torch.Tensor) -> Clipping:
-        """The same of these users only: bool of shape (k,), or their places."""
+        """The clipping of some users only: bool of shape (k,), or their places."""
         return self
 
 
 @dataclass(frozen=True)
 class RandomSides(Clipping):
-    """What an update counts along its own direction in a report of `LdpSgd`.
+    """The factor of an update in a report of `LdpSgd`, along the update's direction.
 
     Attributes:
         bias: t of the mechanism.
@@ -275,8 +275,8 @@ def weighted_sum(gradients: Gradients, weights: torch.Tensor, order: Iterable[st
 
 
 def users_at_a_time(size: int, device: torch.device) -> int:
-    """How many users to take at a time so that `size` numbers of each stay in a core's cache.
+    """How many users, with `size` numbers each, a core's cache holds at a time.
 
-    A GPU wants more at a time.
+    A GPU takes more at a time.
     """
     return max(1, (2**18 if device.type == "cpu" else 2**26) // (size + 1))

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from shufl.learning.section import ConfigError, one_line
+from shufl.learning.your_code import one_line
 from shufl.protocol.text import logs_to
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
 
 NO_GPU = 'simulation.device must be "cpu" in this Ray, which has no GPU, got "cuda"'

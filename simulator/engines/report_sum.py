@@ -1,4 +1,4 @@
-"""The sum of a round's reports, by whoever has the users' records: this process or a Ray worker."""
+"""The sum of a round's reports, in the process that has the users' records."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from shufl.accounting import PrivacyPlan
-from shufl.learning import LocalTraining, ModuleState
+from shufl.learning import ModuleState
 from shufl.learning.config import VectorisedKeys
 from shufl.learning.data.partition import PartitionedRecords
-from shufl.learning.section import READERS_ERRORS, one_line
-from shufl.learning.trained import frozen_digest, load_sent
-from shufl.learning.trial import exact_float32
+from shufl.learning.model_trial import exact_float32
+from shufl.learning.parameters import frozen_digest, load_sent
+from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
 from shufl.server import RoundFailed
 from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
 from shufl.simulator.engines.memory import keep_freed_memory
-from shufl.simulator.engines.user_gradients import Method, clipped_sum_of_updates, ready_for
+from shufl.simulator.engines.user_gradients import Computation, clipped_sum_of_updates, ready_for
+
+if TYPE_CHECKING:
+    from shufl.results.experiment import ShufflerOf
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
 Blankets = tuple[int, int, int]
-"""Some blankets of a round: which shuffler's, and the numbers of the first and behind the last."""
+"""Some blankets of a round: the shuffler's number, the first blanket's, and one past the last's."""
 
 SumReports = Callable[[int, Mapping[str, Any], np.ndarray, list[Blankets]], np.ndarray]
-"""A call with the arguments and the result of `ReportSum.sum`."""
+"""What `ReportSum.sum` is, by this process or by several."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,9 @@ class VectorisedSettings:
         plan: the privacy plan.
         make_model: builds the model.
         dimension: d, the number of its parameters.
-        training: users' local computation.
-        method: how users' gradients are computed.
+        computation: how users' updates are computed.
         seed: of coins and noise; None takes them from the operating system.
-        crowds: how many users report to each shuffler.
-        shuffler_of: to which shuffler, from 0, each of some users reports.
+        shuffler_of: gives the shuffler of each user, numbered from 0.
         keys: the engine's keys of the configuration.
         chunk: about how many records are computed at once.
         frozen: the `frozen_digest` of the model.
@@ -57,35 +58,37 @@ class VectorisedSettings:
     plan: PrivacyPlan
     make_model: Callable[[], nn.Module]
     dimension: int
-    training: LocalTraining
-    method: Method
+    computation: Computation
     seed: int | None
-    crowds: tuple[int, ...]
-    shuffler_of: Callable[[np.ndarray], np.ndarray]
+    shuffler_of: ShufflerOf
     keys: VectorisedKeys
     chunk: int
     frozen: str
 
     @property
     def records_per_block(self) -> int:
-        """How many records a block's users have; about `chunk` of them are of who checks in."""
+        """How many records a block's users have; those who check in have about `chunk`."""
         return int(self.chunk / self.plan.check_in_rate)
 
 
 def cut(sizes: np.ndarray, chunk: int) -> np.ndarray:
-    """Where to cut users with these `sizes` into parts that are computed at once.
+    """Where to cut users into parts that are computed at once.
 
-    Most blocks of users with one record each stay whole.
+    A part has about `chunk` records; most blocks of users with one record each stay whole.
+
+    Args:
+        sizes: how many records each user has, int of shape (k,).
+        chunk: about how many records are computed at once.
     """
     most = chunk + math.ceil(4 * math.sqrt(chunk))
     return np.flatnonzero(np.diff((sizes.cumsum() - sizes) // most)) + 1
 
 
 def sizes_to_try(sizes: np.ndarray, users: int, chunk: int) -> np.ndarray:
-    """How many records users have in a trial, of as many users as are ever computed at once.
+    """How many records each user of a trial has; it has as many users as are computed at once.
 
-    Users of unequal size are computed another way than equal ones: then the trial has the smallest,
-    the largest, and some that need padding.
+    Users with unequally many records are computed in another way. If there are any, the trial has
+    users with the fewest records, with the most, and some that need padding.
     """
     count = min(users, 2 * chunk)
     smallest = np.sort(np.resize(np.sort(sizes), count))
@@ -96,26 +99,27 @@ def sizes_to_try(sizes: np.ndarray, users: int, chunk: int) -> np.ndarray:
 
 
 class ReportSum:
-    """Sums reports of users whose records it has, and blankets.
+    """Sums blankets, and the reports of users whose records it has.
 
-    With `noise = "aggregate"` it leaves out the noise, and so all of the blankets, which are noise.
+    With `noise = "aggregate"` it leaves out noise, and with it blankets, which are noise alone.
 
-    Users are taken in blocks of neighbouring ids, each with about `chunk` records of
-    those who checked in. The blocks' sums are rounded to the unit of reports and added as integers:
-    whoever sums which blocks, in whatever order, the sum of all is the same to the bit. (A client
-    rounds each report, which this engine never has; both errors are far below the noise.)
+    Users are taken in blocks of neighbouring ids; the users of a block who check in have about
+    `chunk` records. A block's sum is rounded to the unit of reports, and the sums are added as
+    integers. So the sum of all is the same to the bit, whichever process sums which blocks in which
+    order. (A client rounds each report, which this engine never has; both errors are far below the
+    noise.)
     """
 
     def __init__(self, settings: VectorisedSettings, records: PartitionedRecords):
-        self._plan, self._training = settings.plan, settings.training
-        self._method, self._dimension = settings.method, settings.dimension
-        device, self._precision = settings.keys.device, settings.keys.precision
+        self._plan, self._computation = settings.plan, settings.computation
+        self._dimension, device = settings.dimension, settings.keys.device
         self._records = records.to(device)
-        # A forward may write to its model, so no two threads use one at a time. On a GPU they take
-        # turns: memory holds one block's gradients, and the other cores draw.
+        # A forward may write to its model, so each thread has a model of its own. On a GPU threads
+        # take turns: memory holds one block's gradients, and meanwhile the other cores draw.
         copies = torch.get_num_threads() if device == "cpu" else 1
         self._models = [
-            ready_for(self._method, settings.make_model(), device) for _ in range(copies)
+            ready_for(settings.computation.method, settings.make_model(), device)
+            for _ in range(copies)
         ]
         if (own := frozen_digest(self._models[0])) != settings.frozen:  # on another machine
             raise RoundFailed(
@@ -136,7 +140,7 @@ class ReportSum:
     ) -> np.ndarray:
         """The sum of the reports of `users`, and of blankets.
 
-        Threads of one core each are faster than torch's own, which wait for each other after
+        It is computed by threads of one core each: torch's own threads wait for each other after
         every operation.
 
         Args:
@@ -152,7 +156,7 @@ class ReportSum:
             RoundFailed: the model fails.
         """
         total = np.zeros(self._dimension, dtype=np.int64)
-        # Not in this thread: its OpenMP threads would copy too, and then wait on busy cores.
+        # Not in this thread: its OpenMP threads would copy too, and then keep cores busy waiting.
         loads = self._threads.map(lambda own: load_sent(own, state), self._models)
         self._free = queue.SimpleQueue()
         for own, _ in zip(self._models, loads, strict=True):
@@ -169,14 +173,14 @@ class ReportSum:
         return total
 
     def _parts(self, blankets: Blankets) -> list[Blankets]:
-        """The same blankets in parts, one for each thread or more."""
+        """The same blankets in at least one part for each thread."""
         shuffler, first, last = blankets
         share = -(-(last - first) // torch.get_num_threads())
         step = max(1, min(share, _NUMBERS_AT_ONCE // self._dimension))
         return [(shuffler, at, min(at + step, last)) for at in range(first, last, step)]
 
     def _sum_blankets(self, round: int, blankets: Blankets) -> np.ndarray:
-        """The sum of these blankets, which are those the shuffler's process makes: int64 (d,)."""
+        """The sum of these blankets, as the shuffler's process draws them: int64 of shape (d,)."""
         shuffler, first, last = blankets
         randomness = make_randomness(seed_of_shuffler(self._seed, shuffler))
         zero = np.zeros(self._dimension)
@@ -203,21 +207,21 @@ class ReportSum:
 
     def _sum_of_updates(self, round: int, users: np.ndarray) -> torch.Tensor:
         """The sum of these users' clipped updates, float32 of shape (d,)."""
-        features, labels, sizes = self._records.together(users)
+        records = self._records.together(users)
         seeds = self._randomness.training_seeds(round, users)
         mechanism = self._plan.mechanism
         clipping = Clipping(mechanism.clip_norm)
         if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
             draws = to_normals(self._randomness.standard_normal(round, users, 2))
-            clipping = RandomSides.drawn(mechanism, draws, self._dimension, features.device)
-        given = features, labels, sizes, self._training, seeds, clipping, self._precision
+            clipping = RandomSides.drawn(mechanism, draws, self._dimension, records.features.device)
         model, state = self._free.get()
         try:
             try:
-                return clipped_sum_of_updates(self._method, model, *given).cpu()
+                total = clipped_sum_of_updates(self._computation, model, records, seeds, clipping)
+                return total.cpu()
             finally:
                 state.restore()
-        except READERS_ERRORS as error:  # of the model
+        except CODE_ERRORS as error:  # of the model
             raise RoundFailed(
                 f"round {round}: computing updates failed: {type(error).__name__}: "
                 f"{one_line(error)}"

@@ -1,18 +1,19 @@
 """The sum of many users' clipped updates, computed together.
 
-Two ways give the same sum. *vmap* materialises every user's update (`torch.func`): any model that
-torch can vectorise, any local training. *Book-keeping* (Bu et al. 2023, "Differentially private
-optimization on large model at small cost") takes one forward over all records and one backward
-to the outputs of the layers. What each layer was given and what its output's gradient is are the
-factors of every user's gradient: they give its norm, and, rescaled, the clipped sum in one matrix
-product for all users. It is for `fedsgd` and for models of linear, convolution, embedding and
-normalisation layers, and costs about what plain SGD does.
+Two ways give the same sum. *vmap* (`torch.func`) materialises every user's update. It takes any
+model that torch can vectorise, and any local training. *Book-keeping* (Bu et al. 2023,
+"Differentially private optimization on large model at small cost") takes one forward over all
+records, and one backward to the outputs of the layers. A layer's inputs and the gradients of its
+outputs are the factors of every user's gradient: from them follow its norm, and, rescaled, the
+clipped sum in one matrix product for all users. It takes `fedsgd` and models of linear,
+convolution, embedding and normalisation layers, and costs about as much as plain SGD.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -32,10 +33,11 @@ from shufl.learning import (
     user_updates,
 )
 from shufl.learning.config import Precision
+from shufl.learning.data.partition import Together
+from shufl.learning.model_trial import agrees_one_by_one, made_up
 from shufl.learning.models import seeded
+from shufl.learning.parameters import dimension, trained
 from shufl.learning.tasks import Form
-from shufl.learning.trained import dimension, trained
-from shufl.learning.trial import agrees_one_by_one, made_up
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import (
@@ -55,52 +57,66 @@ Method = Literal["book-keeping", "vmap"]
 
 _CANCELLATION = 10.0  # see `Products`
 _SIZES = np.full(64, 2)
-_NUMBERS = 2**22  # that are computed at once: what caches hold
-_SHOWN = 8  # users whose gradients a trial compares, spread over all that are computed at once
+_NUMBERS = 2**22  # numbers that are computed at once: what caches hold
+_SHOWN = 8  # users of a trial whose gradients are compared, spread over all of its users
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How the updates of many users are computed.
+
+    Attributes:
+        method: what `fastest_method` gave for the model and the training.
+        training: the users' local training.
+        precision: what the model computes in.
+    """
+
+    method: Method
+    training: LocalTraining
+    precision: Precision = "float32"
 
 
 @torch.no_grad()
 def clipped_sum_of_updates(
-    method: Method,
+    computation: Computation,
     model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
-    sizes: np.ndarray,
-    training: LocalTraining,
+    records: Together,
     seeds: np.ndarray,
     clipping: Clipping,
-    precision: Precision = "float32",
 ) -> torch.Tensor:
     """The sum over k users of `shufl.learning.local_update`, clipped as `clipping` says.
 
-    `model` keeps its parameters; nothing else may use it meanwhile. The sum is on its device.
-
     Args:
-        method: what `fastest_method` gave for this model and training.
-        model: in training mode.
-        features: the users' records, one user after another: shape (n, ...), on the model's device.
-        labels: shape (n, ...), on the model's device.
-        sizes: how many records each user has, int64 of shape (k,).
+        computation: how it is computed.
+        model: in training mode; it keeps its parameters, and nothing else may use it meanwhile.
+        records: of the users, on the model's device.
         seeds: of the users' local training, uint64 of shape (k,).
+        clipping: of the updates.
 
     Returns:
         float32 of shape (d,), on the model's device.
     """
-    keys, numbers = as_keys(seeds).to(features.device), dimension(model)
+    device, training = records.features.device, computation.training
+    keys, numbers, vmapped = (
+        as_keys(seeds).to(device),
+        dimension(model),
+        computation.method == "vmap",
+    )
     first, *_ = trained(model).values()
     total = first.new_zeros(numbers)
-    most = max(1, _worth(features.device.type) // numbers) if method == "vmap" else None
+    most = max(1, _worth(device.type) // numbers) if vmapped else None
     batch = None if training.algorithm == "fedsgd" else training.local_batch_size
-    buckets = Bucket.cut(sizes, features.device, most, batch)
-    if method == "vmap":
+    buckets = Bucket.cut(records.sizes, device, most, batch)
+    if vmapped:
         for bucket in buckets:
-            updates = _by_vmap(model, features, labels, bucket, training, keys, precision)
+            updates = _by_vmap(computation, model, records, bucket, keys)
             total += clipped_sum(updates, clipping.only(bucket.users))
         return total
     names = names_of(model).values()
-    masks = _dropout(sizes, keys)
-    given = model, features, labels, buckets, training.loss, masks, precision
-    gradients = gradients_of_users(*given)
+    masks = _dropout(records.sizes, keys)
+    gradients = gradients_of_users(
+        model, records, buckets, training.loss, masks, computation.precision
+    )
     for bucket, of_bucket in zip(buckets, gradients, strict=True):
         own = clipping.only(bucket.users)
         norms, bounds = lengths(of_bucket)
@@ -110,8 +126,7 @@ def clipped_sum_of_updates(
         if bounds is not norms:
             sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
         if not sure.all():
-            few = bucket.only(~sure)
-            updates = _by_vmap(model, features, labels, few, training, keys, precision)
+            updates = _by_vmap(computation, model, records, bucket.only(~sure), keys)
             total += clipped_sum(updates, own.only(~sure))
             of_bucket, scales = only(of_bucket, sure), scales[sure]
         total += weighted_sum(of_bucket, scales.float(), names)
@@ -119,25 +134,26 @@ def clipped_sum_of_updates(
 
 
 def _by_vmap(
+    computation: Computation,
     model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
+    records: Together,
     bucket: Bucket,
-    training: LocalTraining,
     keys: torch.Tensor,
-    precision: Precision = "float32",
 ) -> Tensors:
-    """`user_updates` of a bucket's users; the other arguments as `clipped_sum_of_updates` has."""
-    own, called = keys[bucket.users], call_in(precision)
+    """`user_updates` of a bucket's users; for the arguments see `clipped_sum_of_updates`."""
+    features, labels, _ = records
+    training, own = computation.training, keys[bucket.users]
+    called = call_in(computation.precision)
     if training.algorithm != "fedsgd":
-        places = bucket.index, bucket.sizes
-        return epochs_of_users(model, features, labels, *places, training, own, called)
+        return epochs_of_users(
+            model, features, labels, bucket.index, bucket.sizes, training, own, called
+        )
     real = bucket.sizes if bucket.is_padded else None
     return user_updates(model, bucket.of(features), bucket.of(labels), training, own, called, real)
 
 
 def _dropout(sizes: np.ndarray, keys: torch.Tensor) -> SeededDropout:
-    """The dropout of users with so many records and these keys, one user after another."""
+    """The dropout of k users, one user after another; shapes (k,) of `sizes` and `keys`."""
     places = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
     users = np.repeat(np.arange(len(sizes)), sizes)
     return SeededDropout(keys[torch.from_numpy(users)], torch.from_numpy(places).to(keys.device))
@@ -151,19 +167,21 @@ def fastest_method(
     precision: Precision = "float32",
     sizes: np.ndarray = _SIZES,
 ) -> Method:
-    """Book-keeping where it does this model, else vmap; found by trying both.
+    """Book-keeping if it does this model, else vmap; both are tried.
 
-    Each is tried where and in the precision that it will be used. Parameters and records are
-    random, those of the users of very different size, or of tokens 0 and 1 for a model that looks
-    its records up. A few users' gradients by vmap are compared with those one by one; and those by
-    book-keeping with vmap's, in float64, for several numbers of users at once: a model that mixes
-    the records of a batch, or uses a parameter elsewhere than in its layer, shows it.
+    Each is tried on the device and in the precision of the run, with random parameters and records:
+    numbers of very different size, or tokens 0 and 1 for a model that looks records up. The
+    gradients of a few users by vmap are compared with gradients that are computed one by one. Those
+    by book-keeping are compared with vmap's in float64, for several numbers of users at once. That
+    finds a model that mixes the records of a batch, or uses a parameter outside its layer.
 
     Args:
         model: in training mode, on the CPU; it stays as it is.
         form: of its records.
+        training: how users compute their updates.
         device: where updates will be computed.
-        sizes: how many records users have, as many users as are computed at once: shape (k,).
+        precision: in which updates will be computed.
+        sizes: how many records each of the users of a trial has, int of shape (k,).
 
     Raises:
         RuntimeError: not even vmap does this model.
@@ -172,7 +190,7 @@ def fastest_method(
     few = sizes[:4]
     count = int(few.sum())
     most = int(few.max())
-    if training.algorithm != "fedsgd":  # several steps, of as many as anybody takes
+    if training.algorithm != "fedsgd":  # up to three steps and a part of one
         most = max(most, min(int(sizes.max()), 3 * training.local_batch_size + 1))
     longest = made_up(model, form, len(few) * most)
     model = copy.deepcopy(model)
@@ -192,9 +210,10 @@ def fastest_method(
         )
 
     def attempt(method: Method) -> None:
-        x, y = (tensor[:count].to(device) for tensor in (features, labels))
         own, seeds = ready_for(method, model, device), np.arange(len(few), dtype=np.uint64)
-        clipped_sum_of_updates(method, own, x, y, few, training, seeds, Clipping(1.0), precision)
+        records = Together(features[:count].to(device), labels[:count].to(device), few)
+        computation = Computation(method, training, precision)
+        clipped_sum_of_updates(computation, own, records, seeds, Clipping(1.0))
 
     attempt("vmap")
     if training.algorithm != "fedsgd":
@@ -202,14 +221,14 @@ def fastest_method(
     try:
         attempt("book-keeping")
         exact = ready_for("book-keeping", model).double()
-        records = in_type(torch.float64, features), in_type(torch.float64, labels)
-        return "book-keeping" if _agrees(exact, *records, sizes, training) else "vmap"
+        x, y = (in_type(torch.float64, each) for each in (features, labels))
+        return "book-keeping" if _agrees(exact, Together(x, y, sizes), training) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
 
 
 class _Types(TorchDispatchMode):
-    """While entered, notes the types of fewer digits than float32 that torch computes in."""
+    """While entered, notes types with fewer digits than float32 in which torch computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -225,15 +244,15 @@ class _Types(TorchDispatchMode):
 
 
 def _worth(device: str) -> int:
-    """How many numbers are worth a computation: on CPUs what caches hold."""
+    """How many numbers to compute at once: on CPUs as many as caches hold."""
     return _NUMBERS if device == "cpu" else 64 * _NUMBERS
 
 
 def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: str = "cpu") -> int:
-    """About how many records are computed at once, unless the configuration says it: 16 to 4096.
+    """About how many records to compute at once if the configuration does not say: 16 to 4096.
 
-    So many that what a forward keeps for its backward, or its largest output, has twice the numbers
-    of `_worth`; with local epochs, whose steps take only some of the records, 16 times.
+    With as many, the tensors that a forward keeps for its backward, or its largest output, have
+    twice `_worth` numbers; with local epochs, whose steps take only some of the records, 16 times.
     """
     copied, kept = copy.deepcopy(model), 1
     own = {parameter.data_ptr() for parameter in copied.parameters()}
@@ -274,25 +293,20 @@ def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Modul
 
 
 @torch.no_grad()
-def _agrees(
-    model: nn.Module,
-    features: torch.Tensor,
-    labels: torch.Tensor,
-    sizes: np.ndarray,
-    training: LocalTraining,
-) -> bool:
-    """Whether book-keeping gives each user's gradient at random parameters and keeps no state."""
+def _agrees(model: nn.Module, records: Together, training: LocalTraining) -> bool:
+    """Whether book-keeping gives each user's gradient, at random parameters, and keeps no state."""
     generator = torch.Generator().manual_seed(1)
     for parameter in trained(model).values():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     state, names = ModuleState(model), names_of(model).values()
-    most = len(sizes)
+    most, by_vmap = len(records.sizes), Computation("vmap", training)
     for users in sorted({1, min(4, most), most // 2 + 1, max(1, most - 1), most}):
-        count = int(sizes[:users].sum())
-        x, y, buckets = features[:count], labels[:count], Bucket.cut(sizes[:users])
-        keys = torch.arange(users)
-        masks = _dropout(sizes[:users], keys)
-        found = gradients_of_users(model, x, y, buckets, training.loss, masks, "float32")
+        sizes = records.sizes[:users]
+        count = int(sizes.sum())
+        some = Together(records.features[:count], records.labels[:count], sizes)
+        keys, buckets = torch.arange(users), Bucket.cut(sizes)
+        masks = _dropout(sizes, keys)
+        found = gradients_of_users(model, some, buckets, training.loss, masks, "float32")
         given = list(zip(buckets, found, strict=True))
         if state.restore():
             return False
@@ -303,7 +317,7 @@ def _agrees(
                 continue
             kept, alone = only(gradients, chosen), torch.eye(int(chosen.sum()), dtype=torch.float64)
             ours = torch.stack([weighted_sum(kept, one, names) for one in alone])
-            updates = _by_vmap(model, x, y, bucket.only(chosen), training, keys)
+            updates = _by_vmap(by_vmap, model, some, bucket.only(chosen), keys)
             theirs = torch.cat([update.flatten(1) for update in updates.values()], dim=1)
             if not torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9):
                 return False

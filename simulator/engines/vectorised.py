@@ -1,7 +1,7 @@
-"""The vectorised engine: a round as one computation over the users who checked in, no messages.
+"""The vectorised engine: a round is one computation over the users who checked in, no messages.
 
-Plan, coins, clipping, noise, blankets and training are those of the Flower engine. There is no
-shuffler, no sealing and no node: what those are for cannot be studied here.
+Plan, coins, clipping, noise, blankets and training are the same as in the Flower engine. There is
+no shuffler, no sealing and no node: what these are for cannot be studied here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from shufl.learning.config import VectorisedKeys
-from shufl.learning.section import READERS_ERRORS, ConfigError, one_line
-from shufl.learning.trained import frozen_digest, sent
+from shufl.learning.parameters import frozen_digest, sent
+from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import (
     all_allocated,
     make_randomness,
@@ -28,6 +28,7 @@ from shufl.protocol.mechanisms import (
     simulated_allocation_key,
 )
 from shufl.protocol.outcomes import RoundOutcome
+from shufl.protocol.validation import ConfigError
 from shufl.server import (
     MOST_IN_VAIN,
     Aggregate,
@@ -46,13 +47,13 @@ from shufl.simulator.engines.report_sum import (
     VectorisedSettings,
     sizes_to_try,
 )
-from shufl.simulator.engines.user_gradients import Method, fastest_method, usual_chunk
+from shufl.simulator.engines.user_gradients import Computation, Method, fastest_method, usual_chunk
 
 if TYPE_CHECKING:
     from shufl.learning.config import Config
     from shufl.results.experiment import Experiment
 
-_SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
+_SILENCE = 0x5113  # so that who is absent is independent of other draws from the same seed
 
 
 class VectorisedEngine:
@@ -69,6 +70,7 @@ class VectorisedEngine:
         self.check(experiment.config, experiment.parameters)
         experiment.plan.check_dimension(experiment.parameters)
         self.gradients, chunk = _method(experiment, keys)
+        computation = Computation(self.gradients, experiment.local_training, keys.precision)
         drawn = "for each report" if keys.noise == "report" else "once a round, for their sum"
         by = "" if keys.workers == 1 else f" by {keys.workers} Ray workers"
         self.description = (
@@ -81,10 +83,8 @@ class VectorisedEngine:
             plan=experiment.plan,
             make_model=experiment.make_model,
             dimension=experiment.parameters,
-            training=experiment.local_training,
-            method=self.gradients,
+            computation=computation,
             seed=experiment.seed,
-            crowds=experiment.crowds,
             shuffler_of=experiment.shuffler_of,
             keys=keys,
             chunk=chunk,
@@ -133,13 +133,13 @@ class VectorisedEngine:
         else:
             from shufl.simulator.engines.ray_workers import ray_workers
 
-            given = self.settings, self.load_users(), folder / "ray.log", stop
-            with ray_workers(*given) as sum_reports:
+            records, log_file = self.load_users(), folder / "ray.log"
+            with ray_workers(self.settings, records, log_file, stop) as sum_reports:
                 yield sum_reports
 
 
 def _check_machine(keys: VectorisedKeys) -> None:
-    """Refuses a device or more Ray workers than there are here, and a cluster that is not there."""
+    """Refuses a device, a cluster or a number of Ray workers that this machine does not have."""
     if keys.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f'simulation.device must be "cpu" here: torch {torch.__version__} finds no CUDA '
@@ -153,7 +153,7 @@ def _check_machine(keys: VectorisedKeys) -> None:
 
 
 def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:
-    """How users' gradients are computed fastest, and of about how many records at once.
+    """The fastest way to compute users' gradients, and about how many records at once.
 
     Raises:
         ConfigError: torch cannot vectorise the model.
@@ -164,11 +164,11 @@ def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:
         training, chunk = experiment.local_training, keys.records_per_chunk
         chunk = chunk or usual_chunk(model, form, training, keys.device)
         tried = sizes_to_try(sizes, experiment.plan.users, chunk)
-        about = form, training, keys.device, keys.precision, tried
+        device, precision = keys.device, keys.precision
         with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
             warnings.simplefilter("ignore", UserWarning)
-            return fastest_method(model, *about), chunk
-    except READERS_ERRORS as error:
+            return fastest_method(model, form, training, device, precision, tried), chunk
+    except CODE_ERRORS as error:
         raise ConfigError(
             f"model {experiment.config.model.name} cannot be vectorised over users in "
             f"{keys.precision} on {keys.device} ({one_line(error)}); "
@@ -183,10 +183,11 @@ class VectorisedRounds:
         self._settings = settings
         self._randomness = make_randomness(settings.seed)
         self._sum_reports = sum_reports
+        self._crowds = np.array(settings.shuffler_of.crowds(settings.plan.users))
         self._discarded = 0  # rounds in a row
 
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
-        """One round: coins, blankets, and the mean update of the batches that are large enough."""
+        """Plays a round: coins, blankets, and the mean update of the batches that are released."""
         settings, plan = self._settings, self._settings.plan
         users = self._reporting(round)
         users, crowds = self._present(round, users)
@@ -226,7 +227,10 @@ class VectorisedRounds:
         return PlayedRound(RoundOutcome.RELEASED, aggregate, present, smallest)
 
     def _noise(self, round: int, senders: int, shufflers: int) -> np.ndarray:
-        """The noise of the reports' sum, in their units; with sums also shufflers' and server's."""
+        """The noise in the sum of a round, in units of the mechanism: float64 of shape (d,).
+
+        With sums it has the noise of shufflers and server too.
+        """
         plan, dimension = self._settings.plan, self._settings.dimension
         mechanism = plan.mechanism
         deviation = mechanism.noise_deviation(dimension) * math.sqrt(senders)
@@ -236,7 +240,7 @@ class VectorisedRounds:
         return np.asarray(deviation / mechanism.unit(dimension) * draws)
 
     def _reporting(self, round: int) -> np.ndarray:
-        """The users who check in, or who drew this round, increasing."""
+        """The ids of the users who check in, or who drew this round, in increasing order."""
         plan, seed = self._settings.plan, self._settings.seed
         if plan.participation == "check-in":
             return self._randomness.checked_in(round, plan.users, plan.check_in_rate)
@@ -245,13 +249,17 @@ class VectorisedRounds:
         return all_allocated(key, round, plan.users, plan.every)
 
     def _present(self, round: int, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Leaves out users who are away, each with the chance `silent` whatever its coin and data.
+        """Leaves out absent users: each is absent with probability `silent`, whatever its data.
+
+        Args:
+            round: from 1.
+            users: ids of the users who checked in, int of shape (k,).
 
         Returns:
-            Those of `users`, who checked in, that are there; how many users of each shuffler are.
+            The ids of those who are present; and how many users of each shuffler are present, with
+            or without a check-in: int of shape (shufflers,).
         """
-        settings, silent = self._settings, self._settings.keys.silent
-        crowds = np.asarray(settings.crowds)
+        settings, silent, crowds = self._settings, self._settings.keys.silent, self._crowds
         if not silent:
             return users, crowds
         random = np.random.default_rng(

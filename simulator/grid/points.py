@@ -1,4 +1,4 @@
-"""One point of a grid: played or continued, and what it came to."""
+"""One point of a grid: playing it or going on with it, and its result."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ import torch
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
+from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config
 from shufl.learning.data.datasets import dataset_digest, load_dataset
-from shufl.learning.isolation import usual_settings
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import find, readers_code
+from shufl.learning.your_code import find, usual_settings, your_code
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan_fields import CheckInRate
 from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
 from shufl.results.engine import engine_of
 from shufl.results.experiment import begin_anew, prepare
-from shufl.results.rows import MetricsError, provenance, read_rows
 from shufl.results.run import Run
+from shufl.results.run_folder import MetricsError, provenance, read_rows
 from shufl.server import CheckpointError
-from shufl.simulator.grid.central import Reference
-from shufl.simulator.grid.central_users import UserReference, as_central, trusted
-from shufl.simulator.grid.settings import Point
+from shufl.simulator.grid.definition import Point
+from shufl.simulator.grid.references import Reference, UserReference, as_central, trusted
 
 _RESULT = "result.json"
 
@@ -39,7 +37,7 @@ _RESULT = "result.json"
 def play(point: Point, folder: Path, threads: int) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
-    `threads` are torch's.
+    `threads` is how many threads torch gets.
     """
     torch.set_num_threads(threads)
     if point.trainer == "shufl":
@@ -52,9 +50,8 @@ def play(point: Point, folder: Path, threads: int) -> None:
         came_to = _by_another(point)
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    came_to = came_to | provenance() | {"versions": versions, "rests_on": rests_on(point)}
-    checked_result(point, came_to)
-    write_result(folder, point, came_to)
+    origin = provenance() | {"versions": versions, "rests_on": rests_on(point)}
+    write_result(folder, point, came_to | origin)
 
 
 @usual_settings()
@@ -69,7 +66,7 @@ def check(point: Point) -> None:
 
 
 def rests_on(point: Point) -> str:
-    """A digest of the reader's code and data behind a point; empty if there are none.
+    """A digest of your code and data behind a point; empty if it needs none of yours.
 
     Raises:
         ConfigError: the data cannot be loaded, or a module has changed since it was imported.
@@ -81,10 +78,21 @@ def rests_on(point: Point) -> str:
 
 
 class Trainer(Protocol):
-    """Trains a point in another way than ours."""
+    """Trains a point of a grid in another way than ours (`trainer = "module:callable"`).
+
+    The callable is called with the point's `Config`, from which it makes the trainer. What it
+    raises is told before any run begins.
+    """
 
     def train(self) -> dict[str, Any]:
-        """Trains, and tells `score_name`, `score` and what else `_by_another` does not know."""
+        """Trains to the end.
+
+        Returns:
+            `score_name` and `score`, a finite number. Also any of `loss`; `rounds`, the rounds
+            played, and `check_in_rate`, if they differ from the configuration's; and of a promise
+            `epsilon`, numbers by the name of an accountant, `delta`, `adjacency`, `accountant`,
+            `noise_multiplier`, `shuffler_blankets` and `central_noise`. By default there is none.
+        """
 
 
 _TRAINERS = {
@@ -95,10 +103,10 @@ _TRAINERS = {
 
 
 def _trainer(point: Point) -> Trainer:
-    """The trainer of a point, made with its configuration, which checks it."""
+    """The trainer of a point, made from its configuration; making it is the check."""
     begin_anew(point.config)
     make = find("trainer", point.trainer, _TRAINERS)
-    with readers_code(f"trainer {point.trainer} does not take the configuration"):
+    with your_code(f"trainer {point.trainer} does not take the configuration"):
         made: Trainer = make(point.config)
     return made
 
@@ -110,22 +118,26 @@ def _by_another(point: Point) -> dict[str, Any]:
         **{"epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–"},
         **{"noise_multiplier": 0.0, "shuffler_blankets": 0.0, "central_noise": 0.0},
     }
-    with readers_code(f"trainer {point.trainer} did not tell what came of it"):
+    with your_code(f"trainer {point.trainer} did not tell what came of it"):
         return usual | trainer.train() | {"seconds": time.monotonic() - begun}
 
 
 def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
-    """Writes a point's `result.json`, which `read_result` gives back."""
+    """Writes a point's `result.json`, which `read_result` gives back.
+
+    Raises:
+        ValueError: `came_to` is not what a `ResultFile` has, beside the point.
+    """
+    result = {"series": point.series, "value": point.value, "seed": point.seed} | came_to
+    try:
+        ResultFile.model_validate(result)
+    except ValidationError as error:
+        raise ValueError(first_mistake(error, ResultFile)) from None
     folder.mkdir(parents=True, exist_ok=True)
-    result = _of_point(point) | came_to
     write_whole(folder / _RESULT, to_json(result, indent=2, inf_nan_mode="null") + b"\n")
 
 
-def _of_point(point: Point) -> dict[str, Any]:
-    return {"series": point.series, "value": point.value, "seed": point.seed}
-
-
-class _Result(Record):
+class ResultFile(Record):
     """What `result.json` has."""
 
     series: str
@@ -151,18 +163,10 @@ class _Result(Record):
     versions: dict[str, str]
 
 
-def checked_result(point: Point, came_to: dict[str, Any]) -> None:
-    """Checks what `write_result` would write."""
-    try:
-        _Result.model_validate(_of_point(point) | came_to)
-    except ValidationError as error:
-        raise ValueError(first_mistake(error, _Result)) from None
-
-
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """What a point came to, or None if it has not been played to its end or that is damaged."""
+    """The result of a point; None if it has not been played to its end, or the file is damaged."""
     try:
-        return _Result.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
+        return ResultFile.model_validate_json((folder / _RESULT).read_bytes()).model_dump()
     except (FileNotFoundError, ValueError):
         return None
 
@@ -188,7 +192,7 @@ def _to_its_end(run: Run) -> Path:
 
 
 def _outcome(played: Path) -> dict[str, Any]:
-    """What tables show of a run folder."""
+    """What tables show of a run, from its folder."""
     summary = json.loads((played / "summary.json").read_bytes())
     plan = json.loads((played / "plan.json").read_bytes())
     return {
@@ -197,12 +201,8 @@ def _outcome(played: Path) -> dict[str, Any]:
         "loss": summary["loss"],
         "rounds": summary["rounds"],
         "epsilon": {name: row["epsilon"] for name, row in summary["epsilon"].items()},
-        "delta": plan["delta"],
-        "adjacency": plan["adjacency"],
-        "accountant": plan["accountant"],
-        "check_in_rate": plan["check_in_rate"],
+        **{key: plan[key] for key in ("delta", "adjacency", "accountant", "check_in_rate")},
+        **{key: plan[key] for key in ("shuffler_blankets", "central_noise")},
         "noise_multiplier": plan["mechanism"]["noise_multiplier"],
-        "shuffler_blankets": plan["shuffler_blankets"],
-        "central_noise": plan["central_noise"],
         "seconds": sum(row["seconds"] for row in read_rows(played / "metrics.jsonl")),
     }

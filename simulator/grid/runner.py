@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from shufl.learning.data.datasets import load_dataset
-from shufl.learning.section import ConfigError, make_importable, one_line
+from shufl.learning.your_code import make_importable, one_line
 from shufl.protocol import validation
 from shufl.protocol.console import Console
+from shufl.protocol.validation import ConfigError
 from shufl.results.interrupts import interrupts
 from shufl.results.tables import score_text
 from shufl.simulator.engines.ray_cluster import check_cpus, running_ray
-from shufl.simulator.grid.page import finished, keep_grid, write_page
+from shufl.simulator.grid.definition import Point, load_grid
+from shufl.simulator.grid.grid_page import finished, keep_grid, write_page
 from shufl.simulator.grid.points import check, play, read_result, rests_on
-from shufl.simulator.grid.rows import take_over_rows
-from shufl.simulator.grid.settings import Point, load_grid
+from shufl.simulator.grid.table import take_over_rows
 
 _POLL_SECONDS = 0.5  # between looks at whether an interrupt came
 
@@ -34,7 +35,7 @@ def play_grid(
     `pages` is where table and page go, and whose table spares points; None: the grid's folder.
 
     Returns:
-        What each finished point came to; the page; why points failed, by what they are called.
+        The results of finished points; the page; why points failed, by their names.
 
     Raises:
         ConfigError: as `play_points`; or another process is at work in the folder.
@@ -71,17 +72,16 @@ def play_points(
     console: Console,
     failed: dict[str, str],
 ) -> None:
-    """Plays those that have no result yet, once all of them are known to be playable.
+    """Plays the points that have no result yet, after a check of all of them.
 
-    Each point has a folder in `folder` and as many CPUs, and threads of torch, as `cpus`. The
-    console gets a line of each finished point, and `failed` says why points failed, by what they
-    are called; the others are finished.
+    Each point has a folder in `folder`, and `cpus` CPUs and threads of torch. The console gets a
+    line for each finished point; `failed` gets the reason for each that failed, by its name.
 
     Raises:
         ConfigError: the configuration of one of them is wrong, or no node of Ray has the CPUs and
             GPUs that a run needs; none has been played.
         EngineFailed: Ray does not start.
-        KeyboardInterrupt: SIGINT or SIGTERM came; what was at work is ended.
+        KeyboardInterrupt: SIGINT or SIGTERM came; the runs at work are ended.
     """
     load_dataset.cache_clear()
     waiting = [point for point in points if not _is_there(point, folder)]
@@ -96,7 +96,7 @@ def play_points(
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
             needs: dict[str, Any] = {"num_cpus": cpus, "num_gpus": _gpus(point)}
-            needs["name"] = task.__name__  # that of the process, for who looks
+            needs["name"] = task.__name__  # what tools show as the process's name
             remote = ray.remote(max_retries=0, **needs)(_at_path).remote
             return remote(sys.path, sys.argv, task, point, *arguments)
 
@@ -125,7 +125,7 @@ def play_points(
 
 
 def _is_there(point: Point, folder: Path) -> bool:
-    """Whether a point has a result, of the reader's code and data as they are now."""
+    """Whether a point has a result that was made with your code and data as they are now."""
     result = read_result(folder / point.key)
     return result is not None and result["rests_on"] == rests_on(point)
 
@@ -133,14 +133,14 @@ def _is_there(point: Point, folder: Path) -> bool:
 def _at_path(
     path: list[str], command: list[str], task: Callable[..., None], *arguments: Any
 ) -> None:
-    """The task, in a process that finds the reader's modules and knows the command as this one."""
+    """Does the task in another process, which finds your modules and knows the command."""
     sys.argv[:] = command  # instead of Ray's, for `provenance`
     make_importable(path)
     task(*arguments)
 
 
 def _refuse_mistake(done: Any, point: Point) -> None:
-    """Raises a ConfigError of a task of `check`; whatever else ended it will end `play` too."""
+    """Raises the ConfigError of a task of `check`; any other error will end `play` too."""
     import ray
 
     try:
@@ -152,7 +152,7 @@ def _refuse_mistake(done: Any, point: Point) -> None:
 
 
 def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> str:
-    """What has become of a point, whose task `done` is."""
+    """What has become of a point, in words; `done` is its task."""
     import ray
 
     try:

@@ -16,25 +16,26 @@ from torch import nn
 
 from shufl.accounting import PrivacyPlan, epsilon_table
 from shufl.learning import load_tensors
+from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config, load
+from shufl.learning.configured import model_maker
 from shufl.learning.data.datasets import Dataset
-from shufl.learning.isolation import usual_settings
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import (
+from shufl.learning.data.features import load_records
+from shufl.learning.parameters import frozen_digest, load_sent
+from shufl.learning.your_code import (
     Carried,
-    ConfigError,
     is_carried,
     make_importable,
     one_line,
-    readers_code,
+    usual_settings,
+    your_code,
 )
-from shufl.learning.trained import frozen_digest, load_sent
 from shufl.protocol import StoppedBy
 from shufl.protocol.console import Console
-from shufl.results.experiment import Experiment
+from shufl.protocol.validation import ConfigError
 from shufl.results.plots import plot_score_epsilon
-from shufl.results.rows import MetricsError, read_run
-from shufl.results.run import Run, config_of
+from shufl.results.run import Run
+from shufl.results.run_folder import MetricsError, config_of, read_run
 from shufl.results.tables import scores_of, too_few_present
 from shufl.server import RoundFailed, load_checkpoint
 from shufl.simulator.grid.runner import play_grid
@@ -55,17 +56,17 @@ STOP: Final = _Stop.STOP
 
 
 class RunResult:
-    """What a run came to, or has come to so far.
+    """The results of a run, or of its rounds so far.
 
     Attributes:
         folder: the run folder.
         plan: the privacy plan.
         metrics: one dict a round, as in metrics.jsonl; `pandas.DataFrame(run.metrics)` takes it.
-        score: on the test data, of the final model; before the end, of the last round that was
-            evaluated, or None.
-        score_name: what `score` is.
-        stopped_by: `budget`, `rounds` (the plan's last), `on_round` (it returned `STOP`) or
-            `interrupt`; None before the end, and of a run that failed.
+        score: of the final model on the test data; before the end, of the last round that was
+            evaluated. None if no round was.
+        score_name: the name of the metric that `score` is, such as `accuracy`.
+        stopped_by: why the run ended: `budget`, `rounds` (the plan's last), `on_round` (it returned
+            `STOP`) or `interrupt`. None before the end, and for a run that failed.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class RunResult:
 
     @property
     def epsilon(self) -> dict[str, float | None]:
-        """ε by accountant, of all the rounds that the budget allows; None where it is not known.
+        """ε of all rounds that the budget allows, by accountant; None if one cannot tell it.
 
-        It holds however the run ended. ε of the rounds so far does not hold if somebody stopped
+        It holds however the run ended. The ε of the rounds so far does not hold if somebody stopped
         the run because of its results: that choice depends on the data.
         """
         return {
@@ -103,23 +104,25 @@ class RunResult:
 
     @property
     def epsilon_so_far(self) -> dict[str, float | None]:
-        """ε by accountant, of the rounds that are spent, where nobody chose when to stop."""
+        """ε of the rounds that are spent, by accountant, if nobody chose when to stop."""
         return {row.name: row.epsilon for row in self._table}
 
     @functools.cached_property
     @usual_settings()
     def model(self) -> nn.Module:
-        """The final model.
+        """The final model, on the CPU.
 
         Raises:
-            RoundFailed: the run has not come to its end, or the file is damaged.
-            ConfigError: the model, or the data that give its shape, are objects that `load_run`
-                was not given, or others than `run` was; or frozen parameters have changed.
+            RoundFailed: the run has not ended, or the file is damaged.
+            ConfigError: the model, or the data that give its shape, are objects that `load_run` was
+                not given, or that differ from those of `run`; or frozen parameters have changed.
         """
         if not (path := self.folder / "model.pt").exists():
             raise RoundFailed(f"{path} is missing: the run has not come to its end")
         code_digest(self._config.own_code)  # or refuses what has changed
-        model = Experiment(self._config, self.plan, 0, 0).make_model()
+        data = self._config.data
+        form = load_records(data.dataset, data.features).form(data.task)
+        model = model_maker(self._config, form)()
         try:
             state = load_tensors(path)
         except Exception as error:
@@ -137,7 +140,7 @@ class RunResult:
         return model
 
     def plot(self) -> Figure:
-        """The score against ε, a curve for each accountant."""
+        """A plot of the score against ε, with a curve for each accountant."""
         return plot_score_epsilon(self.metrics, self.plan)
 
     def __repr__(self) -> str:
@@ -178,20 +181,25 @@ def run(
     Args:
         config: the name of a configuration that ships with shufl, a TOML file, or its values.
         changes: values by `section.key`, as `shufl run --set` takes them.
-        dataset: the data themselves, or what makes them, instead of `data.dataset`.
-        model: the model itself, which is copied, or what makes it of the shape of a record and the
-            number of outputs, instead of `model.name` and `model.options`.
-        on_round: is called after every round with the result so far and a copy of the model, and
-            may return `STOP`. What it raises ends the run, and comes out as it is. On Flower it is
-            called in another thread.
+        dataset: a `Dataset`, or a function without arguments that returns one, in place of
+            `data.dataset`.
+        model: a `torch.nn.Module`, which is copied; or a function that takes the shape of a record
+            and the number of outputs, and returns one. It stands in place of `model.name` and
+            `model.options`.
+        on_round: a function that is called after every round with the result so far and a copy of
+            the model. It may return `STOP`. An error of it ends the run and is raised as it is. On
+            Flower it is called in another thread.
         progress: whether to print progress and tables.
-        runs: where the run folder is made.
+        runs: the folder in which the run folder `<name>-<time>` is made.
+
+    Returns:
+        The results of the whole run.
 
     Raises:
-        ConfigError: before any work.
+        ConfigError: a mistake in the configuration, found before any work.
         EngineFailed, RoundFailed, ShufflerError, TimeoutError: the run ended early; its folder
-            stays.
-        KeyboardInterrupt: after the run has ended in order; its folder stays.
+            stays, and `resume` goes on with it.
+        KeyboardInterrupt: a signal ended the run in order; `resume` goes on with it.
     """
     if not isinstance(config, Mapping):
         config = _path("config", config)
@@ -227,12 +235,18 @@ def resume(
 ) -> RunResult:
     """Goes on with an interrupted run, to its end.
 
-    Objects that `run` was given must be given again. Data are compared with those of before.
-    `on_round` is not called for rounds that have a row in metrics.jsonl already.
+    Args:
+        folder: the run folder.
+        dataset, model: the objects that `run` was given, again; none if it was given none.
+        on_round: as for `run`; it is not called for rounds that have a row in metrics.jsonl.
+        progress: as for `run`.
+
+    Returns:
+        The results of the whole run.
 
     Raises:
-        ConfigError: no run folder, or an object is missing or too many.
-        CheckpointError: the data, the model or the versions are others than before.
+        ConfigError: it is no run folder, or an object is missing or superfluous.
+        CheckpointError: the data, the model or the versions have changed.
         LedgerError, MetricsError: a file of the folder is damaged.
         EngineFailed, RoundFailed, ShufflerError, TimeoutError, KeyboardInterrupt: as for `run`.
     """
@@ -248,8 +262,6 @@ def load_run(
 ) -> RunResult:
     """Reads a run folder back.
 
-    Only the `model` of the result needs the objects that `run` was given.
-
     Examples:
         >>> import shufl
         >>> changes = {"privacy.rounds": 1, "simulation.engine": "vectorised"}
@@ -257,8 +269,15 @@ def load_run(
         >>> shufl.load_run(run.folder).epsilon == run.epsilon
         True
 
+    Args:
+        folder: the run folder.
+        dataset, model: the objects that `run` was given. Only `RunResult.model` needs them.
+
+    Returns:
+        The results so far, or of the whole run.
+
     Raises:
-        ConfigError: it is no run folder, or an object is too many.
+        ConfigError: it is no run folder, or an object is superfluous.
         LedgerError, MetricsError: there is no ledger, a file is damaged, or the ledger lacks
             rounds.
     """
@@ -280,19 +299,23 @@ def load_run(
 def grid(
     source: str | Path, *, results: str | Path = "results", cpus: int = 1, progress: bool = True
 ) -> list[dict[str, Any]]:
-    """Plays a grid of configurations and seeds on Ray, as `shufl experiment`; one row a run.
+    """Plays a grid of configurations and seeds on Ray, as `shufl experiment` does.
 
     Args:
         source: a TOML file, or the name of a grid that ships with shufl.
-        results: where the runs are kept; those that are there are not made anew.
+        results: the folder in which runs are kept; a run that is there is not played again.
         cpus: processors for each run.
         progress: whether to print a line for each run.
 
+    Returns:
+        A dict for each run: series, value and seed; score, loss and rounds; the plan's numbers; ε
+        by accountant; and command, commit, date and versions.
+
     Raises:
-        ConfigError: before any work.
+        ConfigError: a mistake in the grid, found before any work.
         EngineFailed: Ray does not start, or lacks processors.
         RuntimeError: some runs failed; the page says why, and the others are kept.
-        KeyboardInterrupt: the same call goes on.
+        KeyboardInterrupt: a signal came; the same call goes on with the grid.
     """
     make_importable([_path("source", source).parent, Path.cwd()])
     results = _path("results", results)
@@ -303,12 +326,12 @@ def grid(
 
 
 def _train(run: Run, on_round: OnRound | None) -> RunResult:
-    rows: list[dict[str, Any]] = []  # the reader's, who may change them
+    rows: list[dict[str, Any]] = []  # yours, which you may change
 
     def result(rounds: int, *ended: Any) -> RunResult:
         rows.extend(copy.deepcopy(run.rows[len(rows) :]))
-        about = run.folder, run.experiment.config, run.experiment.plan
-        return RunResult(*about, rounds, list(rows), *ended)
+        config, plan = run.experiment.config, run.experiment.plan
+        return RunResult(run.folder, config, plan, rounds, list(rows), *ended)
 
     def told(model: nn.Module) -> bool:
         assert on_round is not None
@@ -355,7 +378,7 @@ def _carried(dataset: GivenDataset, model: GivenModel) -> dict[str, Carried]:
     if dataset is not None:
         name = _name_of(dataset)
         if callable(dataset):
-            with readers_code(f"dataset {name} could not be made", quote=()):
+            with your_code(f"dataset {name} could not be made", quote=()):
                 dataset = dataset()
         carried["data.dataset"] = Carried(name, dataset)
     if model is not None:

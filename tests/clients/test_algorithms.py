@@ -11,12 +11,13 @@ from torch.nn import functional
 from shufl.learning import LocalTraining, as_keys, local_update, record_orders, user_updates
 from shufl.learning.config import load
 from shufl.learning.configured import local_training
+from shufl.learning.data.partition import Together
 from shufl.learning.models import mlp
-from shufl.learning.section import ConfigError
 from shufl.protocol.mechanisms import clip
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.simulator.engines.gradient_forms import Clipping
-from shufl.simulator.engines.user_gradients import clipped_sum_of_updates
+from shufl.simulator.engines.user_gradients import Computation, clipped_sum_of_updates
 
 SIZES = [5, 1, 3, 7]
 
@@ -76,8 +77,9 @@ def test_updates_are_those_of_a_usual_loop_alone_and_together(training):
     updates = user_updates(model, *padded, training, as_keys(seeds), real=torch.from_numpy(real))
     together = torch.cat([each.flatten(1) for each in updates.values()], dim=1)
     np.testing.assert_allclose(together.numpy(), np.stack(expected), rtol=1e-4, atol=1e-6)
-    flat = [torch.cat([own[part] for own in records]) for part in (0, 1)]
-    total = clipped_sum_of_updates("vmap", model, *flat, real, training, seeds, Clipping(0.5))
+    flat = Together(*(torch.cat([own[part] for own in records]) for part in (0, 1)), real)
+    computation = Computation("vmap", training)
+    total = clipped_sum_of_updates(computation, model, flat, seeds, Clipping(0.5))
     clipped = sum(clip(update, 0.5) for update in expected)
     np.testing.assert_allclose(total.numpy(), clipped, rtol=1e-4, atol=1e-6)
 
@@ -160,8 +162,8 @@ def test_a_state_that_is_what_the_step_was_given_is_kept_when_users_leave():
     sizes, model = np.array([9, 1, 4, 12, 2]), nn.Linear(6, 3).train()
     features, labels = torch.randn(sizes.sum(), 6), torch.randint(3, (sizes.sum(),))
     seeds = np.arange(5, dtype=np.uint64)
-    given = features, labels, sizes, training, seeds, Clipping(10.0)
-    total = clipped_sum_of_updates("vmap", model, *given)
+    records, computation = Together(features, labels, sizes), Computation("vmap", training)
+    total = clipped_sum_of_updates(computation, model, records, seeds, Clipping(10.0))
     ends = sizes.cumsum()
     alone = [
         local_update(model, features[e - n : e], labels[e - n : e], training, seed)

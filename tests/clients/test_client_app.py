@@ -142,10 +142,12 @@ def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
         together.append(len(features))
         return user_updates(model, features, *rest, **named)
 
-    monkeypatch.setattr("shufl.learning.work.user_updates", counted)
-    monkeypatch.setattr("shufl.learning.work._ALONE", 1)  # few users would not pay
-    monkeypatch.setattr("shufl.learning.work._TOGETHER", 15 if changes is EPOCHS else 3)  # records
-    caplog.set_level("INFO", "shufl.learning.work")
+    monkeypatch.setattr("shufl.learning.node_updates.user_updates", counted)
+    monkeypatch.setattr("shufl.learning.node_updates._ALONE", 1)  # few users would not pay
+    monkeypatch.setattr(
+        "shufl.learning.node_updates._TOGETHER", 15 if changes is EPOCHS else 3
+    )  # records
+    caplog.set_level("INFO", "shufl.learning.node_updates")
     round = make_round(rate=1.0, **changes).open()
     round.announce()
     assert together == sizes

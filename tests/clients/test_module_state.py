@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from shufl.cli.__main__ import app
 from shufl.learning import LocalTraining, ModuleState, StateError, local_update, user_updates
-from shufl.learning.models import build_model
-from shufl.learning.section import ConfigError
+from shufl.learning.model_trial import agrees_one_by_one, try_users
+from shufl.learning.models import ModelMaker
+from shufl.learning.node_updates import NodeUpdates
 from shufl.learning.tasks import Form
-from shufl.learning.trial import agrees_one_by_one, try_users
-from shufl.learning.work import Work
+from shufl.protocol.validation import ConfigError
 from shufl.simulator.engines.user_gradients import fastest_method
 
 TRAININGS = [LocalTraining(), LocalTraining("fedavg", local_epochs=2, local_batch_size=2)]
@@ -52,7 +52,7 @@ def test_nothing_of_one_users_records_is_left_for_the_next(kind, training):
 def test_the_users_of_a_node_get_what_each_alone_gets(kind):
     """The steps of a Flower node behind its messages: one by one, and as many as are grouped."""
     for count in (2, 9):
-        work = Work(functools.partial(make, kind), TRAININGS[1], together=True)
+        work = NodeUpdates(functools.partial(make, kind), TRAININGS[1], together=True)
         work.model.train()
         users, seeds = ([A, B] * count)[:count], np.arange(count, dtype=np.uint64)
         together = list(work.updates(users, seeds))
@@ -104,7 +104,7 @@ def test_a_trial_says_which_models_may_be_computed_together():
 
 
 def make_model(name):
-    return functools.partial(build_model, name, Form((4,), 3), 0, {})
+    return ModelMaker(name, Form((4,), 3), 0)
 
 
 def test_restoring_names_what_had_changed():
@@ -239,7 +239,7 @@ class Sealed(models.Model):
 
 def test_on_a_device_a_model_that_cannot_be_put_back_is_made_anew():
     """Its user's report is noise alone, and the users after it see nothing of the records."""
-    work = Work(functools.partial(make, Sealed), TRAININGS[0], together=True)
+    work = NodeUpdates(functools.partial(make, Sealed), TRAININGS[0], together=True)
     with torch.no_grad():
         work.model.layer.bias.add_(1.0)  # as a round's broadcast does
     fresh = copy.deepcopy(work.model)

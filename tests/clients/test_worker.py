@@ -18,8 +18,8 @@ from run_world import LIMIT, wait_until
 from shufl.clients import worker
 from shufl.clients.worker import AT_WORK, DONE, FAILED, Worker, _Memory, _Shared
 from shufl.learning import LocalTraining
-from shufl.learning.trained import sent
-from shufl.learning.work import Work
+from shufl.learning.node_updates import NodeUpdates
+from shufl.learning.parameters import sent
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +179,7 @@ def test_the_work_for_20_records_and_for_2000_is_the_same_operations(training):
 
     def operations(compute, sizes):
         users, most = 3, 40
-        work = Work(make_model, training, together=False)
+        work = NodeUpdates(make_model, training, together=False)
         shapes = (users, most, WIDTH), (users, most), (users,), (users, work.dimension), (users,)
         memory = _Memory(
             *map(_Shared, shapes, (np.float32, np.int64, np.int64, np.float32, np.uint8))

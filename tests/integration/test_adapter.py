@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shufl
-from shufl.learning.trained import dimension, sent, trained
+from shufl.learning.parameters import dimension, sent, trained
 from shufl.shuffler import report_length
 
 adapter = pytest.importorskip(

@@ -17,9 +17,9 @@ from run_world import json_lines, only_folder, shufl
 from shuffler_world import ShufflerHere
 from shufl.clients import SimulatedLedger, app
 from shufl.learning.config import load
-from shufl.learning.section import ConfigError
 from shufl.protocol.console import Console
 from shufl.protocol.mechanisms import allocated, simulated_allocation_key
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.shuffler import ControlClient

@@ -23,7 +23,7 @@ from shufl.accounting import plan, search
 from shufl.cli.__main__ import app
 from shufl.learning.data.datasets import load_dataset
 from shufl.protocol import GaussianMechanism
-from shufl.results.rows import MetricsError
+from shufl.results.run_folder import MetricsError
 from shufl.server import CheckpointError
 
 ROUNDS = 4
@@ -42,7 +42,7 @@ heavy = [name for name in ("numpy", "torch", "flwr", "ray") if name in sys.modul
 
 import torch
 from torch import nn
-from tools import scaled  # a module of the reader's, in the script's folder
+from tools import scaled  # a module of yours, in the script's folder
 
 class Net(nn.Module):
     def __init__(self, shape, classes):
@@ -104,7 +104,7 @@ def trapped(tmp_path):
     """A folder with files of names that are also ours, none of which may be imported."""
     for trap in TRAPS:
         (tmp_path / trap).parent.mkdir(exist_ok=True)
-        (tmp_path / trap).write_text("raise SystemExit('this is the reader\\'s own')\n")
+        (tmp_path / trap).write_text("raise SystemExit('this is your own')\n")
     (tmp_path / "tools.py").write_text("def scaled(records):\n    return 2 * records\n")
     return tmp_path
 

@@ -18,8 +18,9 @@ from run_world import LIMIT, json_lines, model_of, only_folder, python_path, shu
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.cli.__main__ import app
-from shufl.learning.config import ConfigError, load
+from shufl.learning.config import load
 from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.shuffler import ShufflerProcess
@@ -142,7 +143,7 @@ def test_a_mistake_in_an_attack_is_one_line(arguments, message):
     assert line.startswith("error: ") and message in line
 
 
-def test_an_attack_finds_the_reader_s_modules_beside_the_configuration(tmp_path):
+def test_an_attack_finds_your_modules_beside_the_configuration(tmp_path):
     (tmp_path / "my_records.py").write_text("def make():\n    raise ValueError('found it')\n")
     config = blankets_config(tmp_path, rounds=50)
     text = re.sub('dataset = ".*"', 'dataset = "my_records:make"', config.read_text())
@@ -273,7 +274,7 @@ def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
 def test_accountants_that_count_on_others_are_priced_at_the_smallest_crowd(tmp_path):
     config = blankets_config(tmp_path, rounds=3, users=601, nodes=5, number=2)
     experiment = prepare(load(str(config)))
-    assert experiment.crowds == (361, 240)
+    assert experiment.shuffler_of.crowds(601) == (361, 240)
     assert experiment.plan.least_present == 240
     assert experiment.plan.event().users == 240
     assert np.bincount(experiment.shuffler_of(np.arange(601))).tolist() == [361, 240]

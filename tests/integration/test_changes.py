@@ -11,11 +11,11 @@ from run_world import same_model
 from shufl.learning.config import load
 from shufl.learning.data.features import check_digest
 from shufl.learning.data.files import RecordFile
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.server import CheckpointError
+from shufl.simulator.grid.definition import Point
 from shufl.simulator.grid.points import play, read_result
 from shufl.simulator.grid.runner import _is_there
-from shufl.simulator.grid.settings import Point
 
 PRIVACY = {
     "check_in_rate": 1.0, "noise_multiplier": 1.0, "target_epsilon": 1e4, "rounds": 1,

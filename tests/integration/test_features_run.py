@@ -14,7 +14,7 @@ MODULE = "def halved(records):\n    return records.flatten(1) / FACTOR\n"
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """The folder of a map of the reader's, and of what is kept, as the working directory."""
+    """The folder of a map of yours, and of what is kept, as the working directory."""
     (tmp_path / "maps.py").write_text(MODULE.replace("FACTOR", "2"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -37,7 +37,7 @@ def finished(place, name, *overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_own_dataset.py has a map of the reader's on both engines
+@pytest.mark.nightly  # test_own_dataset.py has a map of yours on both engines
 @pytest.mark.usefixtures("shared_ray")
 def test_both_engines_train_on_the_same_features(place):
     features, engine = "data.features=scattering", "simulation.engine=vectorised"

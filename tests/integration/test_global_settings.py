@@ -1,4 +1,4 @@
-"""What a program, or a module of the reader's, sets for its whole process stays out of a run."""
+"""What a program, or a module of yours, sets for its whole process stays out of a run."""
 
 import sys
 from contextlib import ExitStack
@@ -86,7 +86,7 @@ def run(runs, model):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A run of the reader's model where nothing is set, and the folder of its module."""
+    """A run of your model where nothing is set, and the folder of its module."""
     place = tmp_path_factory.mktemp("plain")
     for name, text in (("plain_net", ""), ("setting_net", AT_IMPORT)):
         (place / f"{name}.py").write_text(MODULE.format(text))

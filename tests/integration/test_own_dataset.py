@@ -1,4 +1,4 @@
-"""A dataset of the reader's: a module on disk, found by every process of a run that needs it."""
+"""A dataset of yours: a module on disk, found by every process of a run that needs it."""
 
 import io
 import os
@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 
 from run_world import json_lines, model_of, only_folder, python_path, shufl, tiny_config
-from shufl.learning.config import load
+from shufl.learning.config import Data, load
 from shufl.learning.data import features
 from shufl.learning.data.datasets import load_dataset
 from shufl.learning.data.features import data_digest
-from shufl.learning.data.partition import load_user_records
-from shufl.learning.section import ConfigError
+from shufl.learning.data.partition import LoadUsers
+from shufl.protocol.validation import ConfigError
 from shufl.results.run import Run
 from shufl.server import CheckpointError
 
@@ -82,7 +82,7 @@ SETTINGS = "data.dataset=blobs:blobs", "model.name=logistic-regression", "model.
 
 
 def finished(place, name, *settings):
-    """The folder of a run on the reader's data, on Flower by the command."""
+    """The folder of a run on your data, on Flower by the command."""
     sets = [part for each in (*SETTINGS, *settings) for part in ("--set", each)]
     result = shufl("run", tiny_config(place, 3), "--runs", place / name, *sets)
     assert result.returncode == 0, result.stderr
@@ -90,16 +90,16 @@ def finished(place, name, *settings):
 
 
 def finished_here(place, name, *settings):
-    """The folder of a run on the reader's data, in this process."""
+    """The folder of a run on your data, in this process."""
     settings = [*SETTINGS, *settings, "simulation.engine=vectorised"]
     Run.new(load(str(tiny_config(place, 3)), settings), place / name, Console(quiet=True)).train()
     return only_folder(place / name)
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # test_api.py has a dataset of the reader's on Flower
+@pytest.mark.nightly  # test_api.py has a dataset of yours on Flower
 def test_both_engines_train_on_features_of_it(place):
-    """Flower does in processes of its own, in the same folder. The map is the reader's too."""
+    """Flower does in processes of its own, in the same folder. The map is yours too."""
     doubled = "data.features=blobs:doubled"
     flower = finished(place, "flower", doubled)
     vectorised = finished_here(place, "vectorised", doubled)
@@ -156,11 +156,13 @@ def test_records_and_features_of_one_process_are_refused_in_another(place):
     """Another process is one that imports the module anew."""
     for what in (("blobs:split_at_random", None), ("blobs:blobs", "blobs:projected")):
         here = data_digest(*what)
-        load_user_records(*what, 100, "iid", 1, 0.5, digest=here)
+        data = Data(dataset=what[0], features=what[1], users=100, partition="iid")
+        load = LoadUsers(data, 1, here)
+        load()
         load_dataset.cache_clear()
         del sys.modules["blobs"]
         with pytest.raises(ConfigError, match="differs between calls") as error:
-            load_user_records(*what, 100, "iid", 1, 0.5, digest=here)
+            load()
         assert all(name in str(error.value) for name in what if name)
 
 

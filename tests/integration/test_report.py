@@ -18,11 +18,11 @@ from shufl.accounting import ACCOUNTANTS, PrivacyPlan
 from shufl.cli.__main__ import app
 from shufl.cli.experiment import page_of
 from shufl.results.plots import draw, plot_rounds, plot_score_epsilon
-from shufl.results.rows import note_start, read_rows, read_starts
+from shufl.results.run_folder import note_start, read_rows, read_starts
 from shufl.results.tables import AS_PLANNED, epsilon_text
-from shufl.simulator.grid.page import keep_grid, write_page
+from shufl.simulator.grid.definition import Grid
+from shufl.simulator.grid.grid_page import keep_grid, write_page
 from shufl.simulator.grid.points import play
-from shufl.simulator.grid.settings import Grid
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=document.title=1>"
@@ -267,7 +267,7 @@ def test_a_score_that_is_no_number_is_told_as_such(run_folder, tmp_path):
         assert plot_score_epsilon(told, plan, tmp_path / "plot.svg").axes
 
 
-def test_a_plot_shows_words_of_the_reader_as_they_are(tmp_path):
+def test_a_plot_shows_your_words_as_they_are(tmp_path):
     with draw(tmp_path / "plot.svg") as axes:
         axes.bar(["a$^$b", "$0 to $9"], [1, 2], label="$^$")
         axes.set(title="$^$")

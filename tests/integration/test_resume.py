@@ -18,9 +18,10 @@ from run_world import (
 )
 from shufl.accounting import Ledger, LedgerError
 from shufl.cli.__main__ import app
-from shufl.learning.config import ConfigError, load
-from shufl.results.rows import MetricsError
+from shufl.learning.config import load
+from shufl.protocol.validation import ConfigError
 from shufl.results.run import Run
+from shufl.results.run_folder import MetricsError
 from shufl.server import CheckpointError, load_checkpoint
 from shufl.simulator.engines.vectorised import VectorisedEngine
 from tiny_disk import tiny_disk_at

@@ -35,7 +35,7 @@ from shufl.cli.__main__ import app
 from shufl.learning.config import load
 from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.results.experiment import prepare
-from shufl.results.rows import read_starts
+from shufl.results.run_folder import read_starts
 
 # All of them wait for a run on Flower.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_ray")]

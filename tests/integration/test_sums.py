@@ -21,11 +21,11 @@ from shufl.clients import node as node_module
 from shufl.clients.device import RoundRefused
 from shufl.learning import LocalTraining, local_update
 from shufl.learning.config import load
-from shufl.learning.section import ConfigError
-from shufl.learning.trained import sent
+from shufl.learning.parameters import sent
 from shufl.protocol.console import Console
 from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.protocol.mechanisms.summed import mask, signed, unit_of_sums, whole_noise, whole_update
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.shuffler import ControlClient, IntakeClient, ReportOpener, ShufflerProcess, Verdict

@@ -30,9 +30,10 @@ from run_world import (
     wait_until,
 )
 from shufl.accounting import Ledger
-from shufl.learning.config import ConfigError, load
-from shufl.learning.trained import sent
+from shufl.learning.config import load
+from shufl.learning.parameters import sent
 from shufl.protocol.mechanisms import SeededRandomness
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.simulator.engines import ray_cluster

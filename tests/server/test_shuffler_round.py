@@ -11,7 +11,7 @@ from client_world import begin_flower_task
 from run_world import LIMIT
 from server_world import AGREED, PLAN, USERS, Here, Run, SimulatedRun
 from shuffler_world import refusal
-from shufl.learning.trained import sent
+from shufl.learning.parameters import sent
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.server.broadcast import broadcast
 from shufl.shuffler import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shufl.learning.config import load
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.server import Aggregate, Mean
 from shufl.server.rounds import _together

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rounds import with_noise
-from shufl.learning import names
-from shufl.learning.config import ConfigError, dumps, load, shipped
+from shufl.learning.config import DATASETS, FEATURES, dumps, load, shipped
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 
 
@@ -223,7 +223,7 @@ def test_a_mistake_is_said_before_anything_heavy_is_imported():
 
 
 def test_every_name_means_something():
-    for table in (names.DATASETS, names.FEATURES):
+    for table in (DATASETS, FEATURES):
         assert all(callable(pkgutil.resolve_name(meant)) for meant in table.values())
 
 

@@ -14,14 +14,21 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from shufl.learning import local_update, user_updates
-from shufl.learning.config import load
-from shufl.learning.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
-from shufl.learning.data.held_out import held_out
-from shufl.learning.data.partition import deal, load_user_records
+from shufl.learning.config import DATASETS, Data, load
+from shufl.learning.data import datasets
+from shufl.learning.data.datasets import (
+    Dataset,
+    copy_archives,
+    dataset_digest,
+    held_out,
+    load_dataset,
+)
+from shufl.learning.data.partition import LoadUsers, deal
 from shufl.learning.models import build_model
-from shufl.learning.section import ConfigError
+from shufl.learning.parameters import frozen_digest, load_sent, sent
 from shufl.learning.tasks import Form
-from shufl.learning.trained import frozen_digest, load_sent, sent
+from shufl.learning.your_code import find
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import engine_of
 from shufl.results.experiment import prepare
 from shufl.shuffler import model_digest
@@ -40,6 +47,13 @@ def test_digits_are_scikit_learns_split_in_fifths():
     inputs = digits.inputs(digits.train_features)
     assert (digits.train_features == raw).all()
     assert (inputs.min(), inputs.max()) == (-1.0, 1.0)
+
+
+def test_names_of_an_older_version_mean_what_they_meant():
+    """The published grid over learning rates has them."""
+    for name in ("mnist", "fashion_mnist"):
+        meant = find("data.dataset", f"shufl.simulator.data.held_out:{name}", DATASETS)
+        assert meant is getattr(datasets, f"held_out_{name}")
 
 
 def test_held_out_records_are_the_last_for_training_and_the_test_set_has_no_part():
@@ -123,7 +137,7 @@ def test_archives_are_copied_not_unpacked_in_place(tmp_path, monkeypatch):
 
 
 def flowers(**changes):
-    """A dataset of a reader's: three measurements a record."""
+    """A dataset of your own: three measurements a record."""
     values = {
         "train_features": torch.arange(24.0).reshape(8, 3),
         "train_labels": torch.arange(8) % 2,
@@ -151,7 +165,7 @@ def of_this_module(monkeypatch, make):
     return f"{__name__}:made_here"
 
 
-def test_a_readers_callable_is_a_dataset(monkeypatch):
+def test_a_callable_of_yours_is_a_dataset(monkeypatch):
     dataset = load_dataset(of_this_module(monkeypatch, flowers))
     assert (dataset.input_shape, dataset.classes) == ((3,), 2)
     inputs = dataset.inputs(dataset.train_features)
@@ -306,6 +320,10 @@ def test_a_digest_tells_datasets_apart():
     assert dataset_digest(flowers()) == dataset_digest(same) != dataset_digest(other)
 
 
+def dealt_to(labels, owners, users, scheme, seed, **more):
+    return deal(labels, owners, Data(dataset="digits", users=users, partition=scheme, **more), seed)
+
+
 def rows_of(partition, users):
     """Every user's records."""
     return [partition.rows(np.array([user])) for user in range(users)]
@@ -318,15 +336,15 @@ DEALT = ["iid", "by-label", "dirichlet"]
 @pytest.mark.parametrize("users", [1, 7, 50, 501])
 def test_every_record_is_dealt_once_in_shares_that_hardly_differ(scheme, users):
     labels = np.arange(1003) % 10
-    dealt = deal(labels, None, users, scheme, seed=1)
+    dealt = dealt_to(labels, None, users, scheme, seed=1)
     rows = rows_of(dealt, users)
     assert np.sort(np.concatenate(rows)).tolist() == list(range(1003))
     assert np.ptp(list(map(len, rows))) <= 2
     everybody = np.arange(users)
     assert dealt.sizes(everybody).tolist() == list(map(len, rows))
     assert dealt.rows(everybody[::-1]).tolist() == np.concatenate(rows[::-1]).tolist()
-    assert (dealt.index == deal(labels, None, users, scheme, seed=1).index).all()
-    assert (dealt.index != deal(labels, None, users, scheme, seed=2).index).any()
+    assert (dealt.index == dealt_to(labels, None, users, scheme, seed=1).index).all()
+    assert (dealt.index != dealt_to(labels, None, users, scheme, seed=2).index).any()
 
 
 OWNERS = ["b", "a", "b", ("a", 1), "a", "b", "c"]
@@ -339,17 +357,17 @@ def test_records_belong_to_those_whom_the_data_name(owners, monkeypatch):
     given = flowers(train_features=torch.rand(7, 3), train_labels=torch.zeros(7).long())
     loaded = load_dataset(of_this_module(monkeypatch, lambda: replace(given, users=owners)))
     assert loaded.users.tolist() == NUMBERS.tolist()
-    natural = deal(loaded.train_labels.numpy(), NUMBERS, 4, "natural", seed=1)
+    natural = dealt_to(loaded.train_labels.numpy(), NUMBERS, 4, "natural", seed=1)
     assert list(map(list, rows_of(natural, 4))) == [[0, 2, 5], [1, 4], [3], [6]]
     told = "4 users by column it, 1 to 3 records each (median 2), 7 in all"
     assert natural.told("by column it") == told
     chosen = {
-        tuple(map(tuple, rows_of(deal(NUMBERS, NUMBERS, 2, "natural", seed), 2)))
+        tuple(map(tuple, rows_of(dealt_to(NUMBERS, NUMBERS, 2, "natural", seed), 2)))
         for seed in range(40)
     }
-    assert deal(NUMBERS, NUMBERS, 2, "natural", 0).told("").endswith(" more are left out)")
+    assert dealt_to(NUMBERS, NUMBERS, 2, "natural", 0).told("").endswith(" more are left out)")
     assert len(chosen) == 6  # every pair of the four, each with all its records
-    again = deal(NUMBERS, NUMBERS, 10, "repeated", seed=1)
+    again = dealt_to(NUMBERS, NUMBERS, 10, "repeated", seed=1)
     assert sorted(map(len, rows_of(again, 4))) == [1, 1, 2, 3]
     assert list(map(list, rows_of(again, 10)))[4:8] == list(map(list, rows_of(again, 4)))
     assert again.told("").endswith("7 in all, each held by up to 3 users")
@@ -372,17 +390,17 @@ def test_records_without_an_owner_are_refused(users, message, monkeypatch):
 def test_of_a_user_with_more_records_so_many_are_used_and_always_the_same(scheme):
     owners = np.repeat(np.arange(30), np.arange(30) + 1)
     args = owners % 10, owners, 30, scheme
-    everything, some = (deal(*args, seed=3, most_records=most) for most in (None, 9))
+    everything, some = (dealt_to(*args, seed=3, most_records=most) for most in (None, 9))
     for all_of, used in zip(rows_of(everything, 30), rows_of(some, 30), strict=True):
         assert len(used) == min(len(all_of), 9) and set(used) <= set(all_of)
-    assert (some.index == deal(*args, seed=3, most_records=9).index).all()
+    assert (some.index == dealt_to(*args, seed=3, most_records=9).index).all()
     assert some.most_records == 9
     if scheme == "natural":  # not the first ones
         assert (np.concatenate([row[:9] for row in rows_of(everything, 30)]) != some.index).any()
 
 
 def test_what_is_said_of_equal_users():
-    said = deal(np.arange(60_000) % 10, None, 1000, "iid", 0).told("dealt")
+    said = dealt_to(np.arange(60_000) % 10, None, 1000, "iid", 0).told("dealt")
     assert said == "1 000 users dealt, 60 records each, 60 000 in all"
 
 
@@ -390,7 +408,7 @@ def test_skewed_schemes_are_skewed():
     labels = np.arange(5000) % 10
 
     def labels_per_user(scheme):
-        rows = rows_of(deal(labels, None, 50, scheme, seed=1, concentration=0.1), 50)
+        rows = rows_of(dealt_to(labels, None, 50, scheme, seed=1, concentration=0.1), 50)
         return np.mean([len(np.unique(labels[row])) for row in rows])
 
     assert labels_per_user("iid") > 9.5
@@ -409,7 +427,7 @@ def test_skewed_schemes_are_skewed():
 )
 def test_too_many_users_for_the_records(users, owners, scheme, message):
     with pytest.raises(ConfigError, match=message):
-        deal(np.zeros(7), owners, users, scheme, seed=0)
+        dealt_to(np.zeros(7), owners, users, scheme, seed=0)
 
 
 def test_the_mnist_network_has_the_published_size():
@@ -608,14 +626,18 @@ def test_a_model_that_starts_at_no_number_is_refused(value):
         build_model(f"{__name__}:net_that_starts_at", Form((1, 8, 8), 10), 0, {"value": value})
 
 
+def records_of(dataset, users, scheme):
+    return LoadUsers(Data(dataset=dataset, users=users, partition=scheme), seed=1)()
+
+
 def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memory():
-    everybody = load_user_records("digits", None, 10**12, "repeated", 1, 0.5)
+    everybody = records_of("digits", 10**12, "repeated")
     features, labels, sizes = everybody.together(np.arange(3_000))
     assert torch.equal(features[:1_437], features[1_437:2_874]) and (sizes == 1).all()
     assert len(features.unique(dim=0)) == 1_437
     assert features.shape == (3_000, 1, 8, 8) and labels.shape == (3_000,)
     assert torch.equal(everybody(10**12 - 1)[0], features[[(10**12 - 1) % 1_437]])
-    few = load_user_records("digits", None, 7, "repeated", 1, 0.5)
+    few = records_of("digits", 7, "repeated")
     assert torch.equal(few.together(np.arange(7))[0], features[:7])
 
 
@@ -628,7 +650,7 @@ def test_the_records_of_some_users_are_those_they_have_among_all(scheme, bounds,
     name = of_this_module(monkeypatch, lambda: dataset)
     users, (first, last) = (30 if scheme == "natural" else 1000), bounds
     last = min(last, users)
-    everybody = load_user_records(name, None, users, scheme, 1, 0.5)
+    everybody = records_of(name, users, scheme)
     some, ids = everybody.of(first, last), np.arange(first, last)
     for mine, theirs in zip(some.together(ids), everybody.together(ids), strict=True):
         assert (mine == theirs).all()

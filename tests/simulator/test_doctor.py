@@ -26,7 +26,7 @@ from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.site_files import NodeSite, load_site
 from shufl.learning.config import load
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Request, make_flower_key
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shufl.learning.config import ConfigError, load
+from shufl.learning.config import load
 from shufl.learning.data import features
 from shufl.learning.data.datasets import load_dataset
 from shufl.learning.data.features import load_records, map_records
-from shufl.learning.data.scattering import scattering
-from shufl.learning.data.whitening import dead_leaves, whitened, whitening
+from shufl.learning.data.scattering import dead_leaves, scattering, whitened, whitening
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 
 

@@ -13,7 +13,7 @@ from pyarrow import csv, parquet
 import shufl
 from shufl.learning.config import dumps, load
 from shufl.learning.data.files import RecordFile
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 
 PATIENTS, MEAN, STD = 40, [50.0, 25.0], [10.0, 4.0]

@@ -11,8 +11,9 @@ from nights import by_night
 from run_world import shufl
 from shufl.cli.__main__ import app
 from shufl.learning import local_update
-from shufl.learning.config import ConfigError, load
+from shufl.learning.config import load
 from shufl.protocol.mechanisms import SeededRandomness, clip
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
@@ -36,7 +37,7 @@ def test_the_sum_of_reports_has_the_law_of_one_made_of_single_reports(device):
     model, records = engine.settings.make_model().train(), engine.load_users()
     mechanism, dimension = experiment.plan.mechanism, experiment.parameters
     updates = np.stack([
-        clip(local_update(model, *records(user), engine.settings.training, 0), CLIP)
+        clip(local_update(model, *records(user), engine.settings.computation.training, 0), CLIP)
         for user in range(USERS)
     ])  # fmt: skip
     coins, random = SeededRandomness(5), np.random.default_rng(1)

@@ -11,12 +11,11 @@ from scipy import stats
 from shufl.learning.config import load
 from shufl.learning.data.datasets import load_dataset
 from shufl.learning.models import Additive
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
-from shufl.simulator.grid.central import Reference
-from shufl.simulator.grid.central_users import UserReference, trusted
+from shufl.simulator.grid.definition import Point
 from shufl.simulator.grid.points import check, play, read_result
-from shufl.simulator.grid.settings import Point
+from shufl.simulator.grid.references import Reference, UserReference, trusted
 from task_world import SETTINGS, SIZES, USERS
 
 FILES = {

@@ -1,12 +1,15 @@
 """What a deployed node takes as its users' records: nothing that a cast would change."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from shufl.deploy.node import _check_records, _from_folder, _mapped
-from shufl.learning.section import ConfigError
 from shufl.learning.tasks import Form
+from shufl.protocol.validation import ConfigError
 
 SITE = Form((3,), 4)
 TYPES = "float32", "int64"
@@ -119,3 +122,24 @@ def test_a_callable_that_returns_no_records_is_one_line(broken):
     with pytest.raises(ConfigError, match="the records of user 0 cannot be read: ") as error:
         _check_records(space["records"], 0, SITE)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_node_with_a_file_loads_no_code_that_makes_deals_or_maps_datasets(tmp_path):
+    (tmp_path / "visits.csv").write_text("who,x,y\nann,1.5,0\nbob,2.5,1\n")
+    code = """
+import sys
+from pathlib import Path
+from shufl.deploy.node import RecordFile, _from_file
+columns = RecordFile(file="visits.csv", user="who", label="y", classes=2)
+(feature,), label = _from_file(Path("visits.csv"), columns, 2)(1)
+print(float(feature), int(label))
+print([name for name in sys.modules if name.startswith("shufl.learning.data.")])
+print(sorted({"server", "results", "simulator"}.intersection(
+    name.split(".")[1] for name in sys.modules if name.startswith("shufl."))))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    said = "2.5 1\n['shufl.learning.data.users', 'shufl.learning.data.files']\n[]\n"
+    assert ended.stdout == said, ended.stderr

@@ -1,4 +1,4 @@
-"""Code of the reader's: what belongs to it, and that none is used that its file no longer has."""
+"""Your code: what belongs to it, and that none is used that its file no longer has."""
 
 import functools
 import importlib
@@ -10,10 +10,11 @@ import time
 import pytest
 import torch
 
+from shufl.learning.code_digest import code_digest
 from shufl.learning.models import build_model
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import Carried, ConfigError
 from shufl.learning.tasks import Form
+from shufl.learning.your_code import Carried
+from shufl.protocol.validation import ConfigError
 
 FILES = {
     "ours/__init__.py": "",
@@ -28,7 +29,7 @@ FORM = Form((3,), 2)
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A package of the reader's, in a folder where modules are found."""
+    """A package of yours, in a folder where modules are found."""
     (tmp_path / "ours").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -42,7 +43,7 @@ def digest():
     return code_digest(["ours.net:net", "digits"])
 
 
-def test_the_digest_is_of_the_module_and_of_what_it_imports_of_the_readers_own(place):
+def test_the_digest_is_of_the_module_and_of_what_it_imports_of_your_own(place):
     before = digest()
     assert "ours" not in sys.modules and code_digest(["digits"]) == ""
     (place / "ours/other.py").write_text("X = 1\n")

@@ -29,10 +29,11 @@ from shufl.deploy.site_files import OUTCOME_FILE, STOP_FILE, NodeSite, ServerSit
 from shufl.deploy.superlink import register
 from shufl.learning.config import load
 from shufl.learning.data.datasets import load_dataset
-from shufl.learning.section import ConfigError
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
 from shufl.results.experiment import prepare
-from shufl.results.run import Run, make_folder
+from shufl.results.run import Run
+from shufl.results.run_folder import make_folder
 from shufl.shuffler import Credentials, RoundHeader
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
@@ -367,7 +368,7 @@ def test_a_second_deployment_has_sites_on_the_same_machine(base):
 
 
 @pytest.mark.slow
-def test_modules_of_the_reader_come_to_whoever_runs_them(base):
+def test_modules_of_yours_come_to_whoever_runs_them(base):
     model = "from shufl.learning.models import mlp\n\nwide = mlp\n"
     records = "def of_ward(user):\n    return features[user], labels[user]\n"
     (base / "own").mkdir()

@@ -4,7 +4,7 @@ import pytest
 
 from rounds import make_plan
 from shufl.protocol import RoundRecord
-from shufl.results.rows import RunRecorder
+from shufl.results.run_folder import RunRecorder
 
 PLAN = make_plan(
     users=100, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=5.0, rounds=10, delta=1e-3,

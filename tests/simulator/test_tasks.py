@@ -10,10 +10,10 @@ import shufl
 from nights import by_night
 from shufl.learning import local_update
 from shufl.learning.config import load
-from shufl.learning.section import ConfigError
+from shufl.learning.parameters import sent
 from shufl.learning.tasks import CLASSIFICATION, NEXT_TOKEN, PADDING, REGRESSION
-from shufl.learning.trained import sent
 from shufl.protocol.mechanisms import SeededRandomness, clip
+from shufl.protocol.validation import ConfigError
 from shufl.results.engine import engine_of
 from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum

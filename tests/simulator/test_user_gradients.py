@@ -15,6 +15,7 @@ from torch.nn import functional
 from nights import by_night
 from shufl.learning import LocalTraining, ModuleState, local_update, user_updates
 from shufl.learning import update as client_update
+from shufl.learning.data.partition import Together
 from shufl.learning.models import build_model, logistic_regression, mlp, small_cnn
 from shufl.learning.tasks import Form
 from shufl.protocol.mechanisms import clip
@@ -22,6 +23,7 @@ from shufl.simulator.engines.book_keeping import Unsupported
 from shufl.simulator.engines.gradient_forms import Clipping, squared_lengths_of
 from shufl.simulator.engines.report_sum import sizes_to_try
 from shufl.simulator.engines.user_gradients import (
+    Computation,
     call_in,
     clipped_sum,
     clipped_sum_of_updates,
@@ -57,11 +59,13 @@ def together(model, features, labels, clip_norm, device, precision="float32", me
     own = copy.deepcopy(model).to(device)
     records = (torch.cat(list(each)).to(device) for each in (features, labels))
     sizes = np.array(list(map(len, labels)))
-    arguments = *records, sizes, GRADIENT, seeds_of(sizes), Clipping(clip_norm), precision
-    total = clipped_sum_of_updates(method, own, *arguments).cpu().numpy()
+    computation = Computation(method, GRADIENT, precision)
+    total = clipped_sum_of_updates(
+        computation, own, Together(*records, sizes), seeds_of(sizes), Clipping(clip_norm)
+    )
     state = model.state_dict()
     assert all(torch.equal(state[name], now.cpu()) for name, now in own.state_dict().items())
-    return total
+    return total.cpu().numpy()
 
 
 def assert_same_sum(model, features, labels, device, *clip_norms):
@@ -221,9 +225,9 @@ def test_local_epochs_of_users_of_unequal_size_are_those_of_one_after_another(ba
     labels = [torch.randint(0, 3, (n,)) for n in sizes]
     users = zip(features, labels, seeds.tolist(), strict=True)
     expected = sum(clip(local_update(model, x, y, training, seed), 0.3) for x, y, seed in users)
-    records = (torch.cat(each).to(device) for each in (features, labels))
-    arguments = *records, sizes, training, seeds, Clipping(0.3)
-    total = clipped_sum_of_updates("vmap", model.to(device), *arguments)
+    records = Together(*(torch.cat(each).to(device) for each in (features, labels)), sizes)
+    computation = Computation("vmap", training)
+    total = clipped_sum_of_updates(computation, model.to(device), records, seeds, Clipping(0.3))
     np.testing.assert_allclose(total.cpu().numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
@@ -402,8 +406,9 @@ def test_a_parameter_may_be_a_single_number(training):
     assert fastest_method(model, Form((1, 4, 4), 3), training) == "vmap"
     features, labels = torch.randn(5, 2, 1, 4, 4), torch.randint(0, 3, (5, 2))
     seeds = np.arange(5, dtype=np.uint64)
-    given = features.flatten(0, 1), labels.flatten(), np.full(5, 2), training, seeds, Clipping(0.5)
-    total = clipped_sum_of_updates("vmap", model, *given)
+    records = Together(features.flatten(0, 1), labels.flatten(), np.full(5, 2))
+    computation = Computation("vmap", training)
+    total = clipped_sum_of_updates(computation, model, records, seeds, Clipping(0.5))
     updates = [
         local_update(model, features[user], labels[user], training, seed=user) for user in range(5)
     ]
@@ -692,8 +697,10 @@ def test_everything_is_computed_where_the_model_is(name, method, answer, sizes, 
         labels = torch.zeros(4, 3, dtype=torch.int64)
         features = torch.zeros(4, 3, 1, 14, 14)
         with torch.device("cpu"):  # what is made anywhere comes from there
-            given = features.flatten(0, 1), labels.flatten(), sizes, GRADIENT, seeds_of(sizes)
-            total = clipped_sum_of_updates(method, model, *given, Clipping(1.0))
+            records = Together(features.flatten(0, 1), labels.flatten(), sizes)
+            total = clipped_sum_of_updates(
+                Computation(method, GRADIENT), model, records, seeds_of(sizes), Clipping(1.0)
+            )
             epochs = LocalTraining("fedavg", 1, 0.1, 2)
             order = torch.zeros(1, 4, 3, dtype=torch.int64)  # made of the seeds' values
             monkeypatch.setattr(client_update, "record_orders", lambda *_: order)
@@ -730,8 +737,7 @@ def test_the_trial_of_unequal_users_has_several_at_once(kind, sizes):
 
 
 def test_a_layer_whose_first_axis_is_not_that_of_records_is_no_gradient_of_anybody():
-    records = torch.randn(3, 4), torch.zeros(3, dtype=torch.int64)
-    sizes = np.array([1, 2])
-    given = FirstAxis(4, 3), *records, sizes, GRADIENT, seeds_of(sizes), Clipping(1.0)
+    records = Together(torch.randn(3, 4), torch.zeros(3, dtype=torch.int64), np.array([1, 2]))
+    computation, seeds = Computation("book-keeping", GRADIENT), seeds_of(records.sizes)
     with pytest.raises(Unsupported, match="first axis"):
-        clipped_sum_of_updates("book-keeping", *given)
+        clipped_sum_of_updates(computation, FirstAxis(4, 3), records, seeds, Clipping(1.0))

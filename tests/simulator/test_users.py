@@ -23,9 +23,9 @@ from shufl.learning.config import Data, load
 from shufl.learning.data.datasets import Dataset, load_dataset
 from shufl.learning.data.files import RecordFile
 from shufl.learning.data.users import looks, number_users
-from shufl.learning.section import ConfigError
 from shufl.learning.tasks import Form
 from shufl.protocol.console import Console
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.simulator.histogram import count_column
@@ -381,7 +381,7 @@ def houses():
         ),
     ],
 )
-def test_no_error_of_the_readers_own_code_quotes_a_record(tmp_path, monkeypatch, sets, said):
+def test_no_error_of_your_own_code_quotes_a_record(tmp_path, monkeypatch, sets, said):
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "at_import.py").write_text(f'it = float("{SECRET}")\n')
     monkeypatch.syspath_prepend(tmp_path)

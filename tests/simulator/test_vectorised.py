@@ -23,11 +23,12 @@ from nights import by_night
 from shufl.accounting import Ledger, LocalAccountant, PrivacyBudget
 from shufl.cli.__main__ import app
 from shufl.learning import local_update
-from shufl.learning.config import ConfigError, load
+from shufl.learning.config import load
 from shufl.learning.data.partition import PartitionedRecords
 from shufl.learning.models import mlp
-from shufl.learning.trained import sent
+from shufl.learning.parameters import sent
 from shufl.protocol.mechanisms import SeededRandomness, clip, make_randomness
+from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.server import RoundFailed
@@ -83,7 +84,9 @@ def sum_by_hand(engine, users, round):
     total = np.zeros(settings.dimension)
     seeds = randomness.training_seeds(round, users).tolist()
     for user, seed in zip(users.tolist(), seeds, strict=True):
-        total += clip(local_update(model, *records(user), settings.training, seed), clip_norm)
+        total += clip(
+            local_update(model, *records(user), settings.computation.training, seed), clip_norm
+        )
     return total
 
 

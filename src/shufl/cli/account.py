@@ -49,7 +49,7 @@ def account_command(
         if run is not None:
             shown = "accountant", "plot", "peers", "json"
             options.check_alone("a run folder, which has its plan", *shown)
-            from shufl.results.rows import read_run  # slow to import
+            from shufl.results.run_folder import read_run  # slow to import
 
             ledger, records = read_run(run)
             plan, rounds = ledger.plan, len(ledger.entries)

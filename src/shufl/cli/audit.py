@@ -115,7 +115,7 @@ def _end_to_end(
     import signal
 
     from shufl.learning.config import load
-    from shufl.learning.section import make_importable
+    from shufl.learning.your_code import make_importable
     from shufl.results.experiment import prepare
     from shufl.shuffler import ShufflerError
     from shufl.simulator.canary import check_end_to_end

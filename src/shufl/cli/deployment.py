@@ -53,7 +53,8 @@ def provision_command(
     """
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.provision import provision
-    from shufl.learning.section import ConfigError, make_importable
+    from shufl.learning.your_code import make_importable
+    from shufl.protocol.validation import ConfigError
     from shufl.shuffler.keys import check_days
 
     base = deployment.absolute().parent
@@ -118,7 +119,8 @@ def rehearse_command(
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.rehearse import rehearse
-    from shufl.learning.section import ConfigError, make_importable
+    from shufl.learning.your_code import make_importable
+    from shufl.protocol.validation import ConfigError
     from shufl.results.engine import EngineFailed
     from shufl.server import RoundFailed
 
@@ -162,7 +164,7 @@ def node_command(
     from shufl.clients import serve_device
     from shufl.deploy.node import node_settings
     from shufl.deploy.site_files import NodeSite, load_site
-    from shufl.learning.section import make_importable
+    from shufl.learning.your_code import make_importable
 
     make_importable([folder])
     with options.failing(ValueError):
@@ -179,7 +181,7 @@ def doctor_command(
     Exits with 1 if anything is wrong, and says what mends it.
     """
     from shufl.deploy.doctor import examine
-    from shufl.learning.section import make_importable
+    from shufl.learning.your_code import make_importable
 
     make_importable([folder])
     with options.failing(OSError, ValueError):
@@ -215,7 +217,7 @@ def register_command(
     Run it again whenever that folder has changed, also while a run goes on.
     """
     from shufl.deploy.superlink import register
-    from shufl.learning.section import ConfigError
+    from shufl.protocol.validation import ConfigError
     from shufl.results.engine import EngineFailed
 
     with options.failing(ConfigError, OSError), options.failing(EngineFailed, code=1):
@@ -236,7 +238,7 @@ def status_command(
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
     from shufl.deploy.run_status import newest_run, status_of
     from shufl.deploy.site_files import ServerSite, load_site
-    from shufl.learning.section import ConfigError
+    from shufl.protocol.validation import ConfigError
     from shufl.results.tables import epsilon_text, score_text
 
     here = Path("server.toml")

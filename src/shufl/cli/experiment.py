@@ -65,7 +65,8 @@ def run_command(
     By default on Flower and Ray with a real shuffler.
     """
     from shufl.learning.config import load
-    from shufl.learning.section import ConfigError, make_importable
+    from shufl.learning.your_code import make_importable
+    from shufl.protocol.validation import ConfigError
 
     make_importable([Path(config or "").parent, Path.cwd()])
     with failing(ConfigError):  # before torch, Flower and Ray are imported
@@ -84,8 +85,8 @@ def run_command(
     from shufl.accounting import LedgerError
     from shufl.protocol.console import Console
     from shufl.results.engine import EngineFailed
-    from shufl.results.rows import MetricsError
     from shufl.results.run import Run
+    from shufl.results.run_folder import MetricsError
     from shufl.server import CheckpointError, RoundFailed
     from shufl.shuffler import ShufflerError
 
@@ -128,8 +129,9 @@ def experiment_command(
     Ray is the one at RAY_ADDRESS, else one of this machine's own. After an interruption the same
     command goes on.
     """
-    from shufl.learning.section import ConfigError, make_importable
+    from shufl.learning.your_code import make_importable
     from shufl.protocol.console import Console
+    from shufl.protocol.validation import ConfigError
     from shufl.results.engine import EngineFailed
     from shufl.simulator.grid.runner import play_grid
 
@@ -158,7 +160,7 @@ def report_command(
     It needs no network: mail it, or open it on a phone.
     """
     from shufl.accounting import LedgerError
-    from shufl.learning.section import make_importable
+    from shufl.learning.your_code import make_importable
 
     make_importable([Path.cwd()])  # for an experiment's models and datasets
     target = output or path / "report.html"
@@ -178,13 +180,13 @@ def page_of(folder: Path) -> str:
         ConfigError: a grid's configurations are not there any more.
         OSError: something cannot be read.
     """
-    from shufl.results.pages import page_of_run
+    from shufl.results.run_page import page_of_run
 
     try:
         if (folder / "plan.json").is_file():
             return page_of_run(folder)
         if (folder / "grid.json").is_file():
-            from shufl.simulator.grid.page import page_of_grid  # it needs torch
+            from shufl.simulator.grid.grid_page import page_of_grid  # it needs torch
 
             return page_of_grid(folder)
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:

@@ -163,7 +163,7 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool, str]:
     from shufl.learning import load_tensors
     from shufl.learning.config import load
     from shufl.protocol import RandomisedResponse
-    from shufl.results.rows import read_run
+    from shufl.results.run_folder import read_run
     from shufl.simulator.histogram import Histogram
 
     ledger, rows = read_run(folder)

@@ -1,4 +1,4 @@
-"""What a grid of runs is made of: a base configuration, series, values along an axis, seeds."""
+"""The definition of a grid of runs: a base configuration, series, values along an axis, seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from shufl.learning.config import Config, dumps, load, read_named
-from shufl.learning.section import ConfigError, Section
+from shufl.learning.section import Section
+from shufl.protocol.validation import ConfigError
 
 Value = Annotated[int | float | str, Field(description="numbers, or words")]
 
@@ -24,14 +25,14 @@ class Series(Section):
 
     Attributes:
         name: in tables and plots.
-        settings: that it has beside the grid's.
-        each: further settings, one table for each of the grid's values, or none.
+        settings: of this line, added to the grid's.
+        each: further settings, one table for each of the grid's values. Default: none.
         trainer: `shufl` plays the rounds of the configuration. `central` is the reference for a
             server that everybody trusts: DP-SGD by Opacus with the same data, model and ε, of
             single records; `central-users` sums our updates of users, with one noise. `plain` is
-            SGD without privacy, `plain-users` our algorithm without clipping or noise: along an
-            axis that changes nothing but the privacy of a run, one run of each seed stands for
-            all values. Or `module:callable`: see `Trainer`.
+            SGD without privacy, `plain-users` our algorithm without clipping or noise: if the axis
+            changes only the privacy of a run, one run of each seed stands for all values. Or
+            `module:callable`: see `Trainer`.
     """
 
     name: str
@@ -51,11 +52,11 @@ class Grid(Section):
         title: of the page.
         about: Markdown, what the page says first.
         base: a configuration: a file, or the name of one that ships with shufl.
-        settings: that all points have.
+        settings: of all points.
         across: the setting along the axis, `section.key`.
         label: of the axis.
-        values: of that setting.
-        seeds: of every point.
+        values: of the setting along the axis.
+        seeds: each point is played with each of them.
         series: the lines.
     """
 
@@ -131,7 +132,7 @@ class Point:
     """One run of a grid.
 
     Attributes:
-        series, value, seed: where it is in the grid.
+        series, value, seed: its place in the grid.
         trainer: as in `Series`.
     """
 
@@ -143,7 +144,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The name of its folder, which no other series or configuration has."""
+        """The name of its folder, unique for its series and configuration."""
         words, value = (
             re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
             for text in (self.series, shown(self.value))
@@ -153,12 +154,12 @@ class Point:
 
     @property
     def own_code(self) -> list[str]:
-        """What is the reader's own, `module:callable`, in configuration and trainer."""
+        """The names, `module:callable`, of your own code in configuration and trainer."""
         return self.config.own_code + [self.trainer] * (":" in self.trainer)
 
     @property
     def digest(self) -> str:
-        """Of trainer and configuration, hexadecimal."""
+        """A digest of trainer and configuration, hexadecimal."""
         return hashlib.sha256(f"{self.trainer} {dumps(self.config)}".encode()).hexdigest()[:10]
 
     @property

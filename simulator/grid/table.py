@@ -11,25 +11,16 @@ from typing import Any
 
 from shufl.learning.config import flat
 from shufl.learning.data.files import RecordFile
-from shufl.learning.section import one_line
+from shufl.learning.your_code import one_line
 from shufl.protocol.files import write_whole
-from shufl.simulator.grid.points import checked_result, read_result, write_result
-from shufl.simulator.grid.settings import Point
+from shufl.simulator.grid.definition import Point
+from shufl.simulator.grid.points import ResultFile, read_result, write_result
 
 _POINT = ("series", "value", "seed", "digest")
-_WORDS = ("score_name", "adjacency", "accountant", "command", "commit", "date")
-_NUMBERS = (
-    "score",
-    "loss",
-    "rounds",
-    "delta",
-    "check_in_rate",
-    "noise_multiplier",
-    "shuffler_blankets",
-    "central_noise",
-    "seconds",
-)
-_NEW = ("date", "central_noise")  # older tables have none
+_OTHERS = {"epsilon", "versions", "rests_on"}
+_COLUMNS = {key: field for key, field in ResultFile.model_fields.items() if key not in _OTHERS}
+_WORDS = [key for key, field in _COLUMNS.items() if key not in _POINT and field.annotation is str]
+_NUMBERS = [key for key in _COLUMNS if key not in (*_POINT, *_WORDS)]
 _EPSILON, _VERSIONS = "epsilon_", "versions"
 
 
@@ -55,22 +46,21 @@ def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> N
 
 
 def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
-    """Gives points their results from a table that an earlier session wrote.
+    """Gives points their results from a table that `write_rows` wrote, if there is one at `path`.
 
-    `path` is what `write_rows` wrote; nothing happens if it is not there. A point gets a row's
-    result if series and configuration are to the letter the same. One whose records or model come
-    from the reader's own code gets none: the same name may mean something else there.
+    A point gets a row's result if series and configuration are the same to the letter. A point that
+    needs code or data of your own gets none: the same name may mean something else there.
 
     Raises:
-        ValueError: the file is not such a table, or a row that is wanted is damaged.
+        ValueError: the file is no such table, or the row of a point is damaged.
     """
     if not path.exists():
         return
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            wanted = {*_POINT, *_NUMBERS, *_WORDS, _VERSIONS}.difference(_NEW)
-            missing = wanted.difference(reader.fieldnames or ())
+            needed = (key for key, field in _COLUMNS.items() if field.is_required())
+            missing = {*needed, "digest", _VERSIONS}.difference(reader.fieldnames or ())
             rows = {(row["series"], row["digest"]): row for row in reader if not missing}
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be a table that shufl experiment wrote: {error}") from error
@@ -84,18 +74,15 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
         if row is None or own or read_result(folder / point.key) is not None:
             continue
         try:
-            came_to = _came_to(row)
-            checked_result(point, came_to)
+            write_result(folder / point.key, point, _came_to(row))
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: the row of {point} is damaged: {one_line(error)}") from error
-        write_result(folder / point.key, point, came_to)
 
 
 def _came_to(row: dict[str, str]) -> dict[str, Any]:
-    given = [key for key in _NUMBERS if row.get(key) or key not in _NEW]
-    numbers = {key: float(row[key]) if row[key] else None for key in given}
+    """The result of which `write_rows` made a row."""
     return {
-        **numbers,
+        **{key: float(row[key]) if row[key] else None for key in _NUMBERS if key in row},
         **{key: row.get(key, "") for key in _WORDS},
         "rounds": int(row["rounds"]),
         "epsilon": {

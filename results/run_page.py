@@ -1,4 +1,4 @@
-"""Pages of runs: `shufl report` of a run folder, and what pages of grids have in common with it."""
+"""The page of a run, for `shufl report`, and the parts that pages of grids have too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shufl.learning.config import flat
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import read_toml
 from shufl.results.plots import plot_rounds, plot_score_epsilon
-from shufl.results.rows import check_ledger, read_run, read_starts, rounds_told
+from shufl.results.run_folder import check_ledger, read_run, read_starts, rounds_told
 from shufl.results.tables import (
     AS_PLANNED,
     STOPPED,
@@ -145,7 +145,7 @@ def page_of_run(folder: Path) -> str:
 
 
 def _told(epsilons: dict[str, dict[str, Any]], accountant: str) -> str:
-    """One accountant's ε of `epsilon_rows`, as planned too where that differs, and for whom."""
+    """An accountant's ε of `epsilon_rows`: so far, as planned if that differs, for which pairs."""
     row = epsilons[accountant]
     told = epsilon_text(row["epsilon"])
     if "planned" in row:
@@ -177,7 +177,7 @@ def what_trained(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, 
 
 
 def origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
-    """Command, commit and date of starts or results; older ones lack some."""
+    """Command, commit and dates of starts or results; older ones may lack some."""
     command, commit, dates = (
         sorted({each[key] for each in starts} - {""}) for key in ("command", "commit", "date")
     )
@@ -209,7 +209,7 @@ def render(template: str, title: str, subtitle: str, sections: list[Part]) -> st
 
 
 def image(plot: Callable[..., Any], *drawn: Any) -> str:
-    """What a function draws to a file, its last argument, as a data URL of an SVG image."""
+    """An image as a data URL of SVG; `plot` draws it to a file, its last argument."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plot.svg"
         plot(*drawn, path)

@@ -1,4 +1,4 @@
-"""What a grid came to: CSV, plot, and pages with where every number comes from."""
+"""The results of a grid: table, plot, and pages that say where every number comes from."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shufl.accounting import ACCOUNTANTS
 from shufl.learning.config import dumps
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import first_mistake
-from shufl.results.pages import Part, Table, image, origin, render, what_trained
 from shufl.results.plots import draw
+from shufl.results.run_page import Part, Table, image, origin, render, what_trained
 from shufl.results.tables import epsilon_text, for_every_pair, score_axis, score_text
+from shufl.simulator.grid.definition import Grid, Point, Series, shown
 from shufl.simulator.grid.points import read_result
-from shufl.simulator.grid.rows import write_rows
-from shufl.simulator.grid.settings import Grid, Point, Series, shown
+from shufl.simulator.grid.table import write_rows
 
 Result = dict[str, Any]
 """A point's `result.json`."""
@@ -72,7 +72,7 @@ def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
 
 
 def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
-    """A line a series through the means, the range over seeds around it; its ε, dashed."""
+    """Plots each series: its mean, the range over seeds around it, and its ε, dashed."""
     words = any(isinstance(value, str) for value in grid.values)
     places: list[Any] = list(range(len(grid.values)) if words else grid.values)
     axis, unit = score_axis(results[0]["score_name"])
@@ -173,7 +173,7 @@ def _sections(
 
 
 def _configurations(grid: Grid, finished: list[tuple[Point, Result]]) -> Part:
-    """Of each series' first run; the table of `write_rows` has those of all."""
+    """The configuration of each series' first run; the table of `write_rows` has all."""
     first = {point.series: dumps(point.config).strip() for point, _ in reversed(finished)}
     files = [(each.name, first[each.name]) for each in grid.series if each.name in first]
     return {"title": "Configurations", "note": "Of each series' first run.", "files": files}
@@ -219,7 +219,7 @@ def _code(result: Result) -> str:
 
 
 def _plan_number(key: str, value: float | None) -> str:
-    """Rounded so that ε is no more than that of the true number."""
+    """Rounds a value of a plan so that the true value's ε is no larger."""
     rounded = rounded_down if key in ("check_in_rate", "rounds") else rounded_up
     return "–" if value is None else rounded(value)
 
@@ -240,16 +240,16 @@ def _head_facts(results: list[Result]) -> Iterator[tuple[str, str]]:
 
 _FIRST = ("halting ε", "ε for every pair")
 _EVERY_PAIR = (
-    "The halting ε is that of the accountant that ends the run. The ε for every pair is the least "
-    "by an accountant that holds for every pair of neighbours. The accountant is in brackets; what "
-    "it assumes stands below. Of several seeds the largest ε counts."
+    "The halting ε is by the accountant that ends the run. The ε for every pair is the least by an "
+    "accountant that holds for every pair of neighbours. The accountant is in brackets; what it "
+    "assumes stands below. Of several seeds the largest ε counts."
 )
 
 
 def _first_epsilons(results: list[Result]) -> list[tuple[float | None, str]]:
-    """`_FIRST` of runs that differ in their seed alone: the number, and it with its accountant.
+    """`_FIRST` of runs that differ in their seed alone: each the number, and the text for it.
 
-    An accountant that does not price all of them has none.
+    An accountant that does not price all of these runs has no number.
     """
     halts = results[0]["accountant"]
     priced = {
@@ -264,13 +264,13 @@ def _first_epsilons(results: list[Result]) -> list[tuple[float | None, str]]:
 
 
 def _largest_epsilon(results: list[Result], accountant: str) -> float | None:
-    """None where the accountant has no ε of one of those that it was asked for."""
+    """None where an accountant that was asked for a result's ε has none."""
     given = [each["epsilon"][accountant] for each in results if accountant in each["epsilon"]]
     return None if None in given else max(given, default=None)
 
 
 def _coverage_table(results: list[Result]) -> Table:
-    """What the ε of each accountant that priced a result holds for."""
+    """What ε holds for, by each accountant that priced a result."""
     priced = {name for result in results for name in result["epsilon"]}
     covers = {name: each.covers for name, each in ACCOUNTANTS.items()} | _TRUSTED
     rows = [[name, text] for name, text in covers.items() if name in priced]
@@ -278,8 +278,8 @@ def _coverage_table(results: list[Result]) -> Table:
 
 
 _TRUSTED = {
-    name: f"every pair of datasets of which one has a {whose} more; assumes that the server, which "
-    f"sees every {what}, is trusted"
+    name: f"every pair of datasets, one with a {whose} more; assumes that the server, which sees "
+    f"every {what}, is trusted"
     for name, whose, what in (("opacus", "record", "gradient"), ("central", "user", "update"))
 }
 _NUMBERS = {
@@ -289,7 +289,7 @@ _NUMBERS = {
 
 
 def _origins(results: list[Result]) -> Iterator[str]:
-    """Command, commit and versions, with how many runs they made and the hours of these."""
+    """Command, commit and versions, each with how many runs they made and in how many hours."""
     made: dict[str, list[float]] = {}
     for result in results:
         commit = f" at commit {result['commit']}" if result["commit"] else ""
@@ -300,13 +300,13 @@ def _origins(results: list[Result]) -> Iterator[str]:
 
 
 def _made(grid: Grid, results: list[Result], series: Series, value: float | str) -> list[Result]:
-    """Those of a series that stand for a value."""
+    """The results of a series that stand for a value."""
     own = [result for result in results if result["series"] == series.name]
     return [each for each in own if each["value"] == value] if grid.varies(series) else own
 
 
 def _summary(results: list[Result]) -> tuple[float, float, float, float]:
-    """Mean, lowest and highest score as plots show it; the largest ε, not a number if none."""
+    """Mean, lowest and highest score, as plots show them; the largest ε, or NaN without one."""
     _, unit = score_axis(results[0]["score_name"])
     scores = [unit * result["score"] for result in results]
     epsilon = _largest_epsilon(results, results[0]["accountant"])

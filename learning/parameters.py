@@ -1,15 +1,17 @@
-"""Which part of a model is trained: servers and clients both use this view.
+"""A model's parameters: which are trained, which are sent, and files of them.
 
 A report has a number for each entry of `trained`, in its order. `sent` is broadcast, digested and
-kept in checkpoints. Frozen parameters stay where they are: everybody builds the model with its own.
+kept in checkpoints. Frozen parameters are never sent: everybody builds the model with its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -37,18 +39,18 @@ def sent(model: nn.Module) -> dict[str, Any]:
 
 
 def load_sent(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives a model what `sent` made of another.
+    """Loads into a model the state that `sent` gave of another one.
 
     Raises:
-        RuntimeError: of a model with other parameters or shapes.
+        RuntimeError: the models differ in parameters or shapes.
     """
     if state.keys() != sent(model).keys():
-        raise RuntimeError("the state is that of a model with other trained parameters")
+        raise RuntimeError("the state is of a model with other trained parameters")
     model.load_state_dict(state, strict=False)
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """SHA-256, hexadecimal, of the frozen parameters' names, types, shapes and bits; of none ""."""
+    """SHA-256, hexadecimal, of the frozen parameters' names, types, shapes and bits; "" if none."""
     frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
     digest = hashlib.sha256()
     for name, value in frozen.items():
@@ -56,3 +58,29 @@ def frozen_digest(model: nn.Module) -> str:
         bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         digest.update(bits.view(torch.uint8).numpy().data)
     return digest.hexdigest() if frozen else ""
+
+
+def load_tensors(path: Path, **options: Any) -> Any:
+    """`torch.load` of a file after a look at its checksums, which torch does not check.
+
+    Raises:
+        Exception: the file is damaged; of any kind.
+    """
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"{damaged} is damaged")
+    return torch.load(path, weights_only=True, **options)
+
+
+def save_tensors(content: Any, file: BinaryIO) -> None:
+    """`torch.save` to an open file.
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
+    """
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's own account of it, in place of the file's
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

@@ -1,9 +1,9 @@
-"""Trials of a reader's model before a run: a user's update must be a function of its own records.
+"""Trials of your model before a run: a user's update must be a function of its own records.
 
 What a forward leaves in the module is put back before the next user (`ModuleState`).
-What it leaves elsewhere, in a class, a Python module or a cache, cannot be put back. Nor can the
-next number of a generator that nobody seeds. Both show when the same users' updates are computed in
-two processes, in one of them in the reverse order.
+What it leaves elsewhere, in a class, a Python module or a cache, cannot be put back; neither can
+the state of a generator that nobody seeds. So the same users' updates are computed in two
+processes, in one of them in the reverse order, and compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,50 +25,55 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shufl.learning import LocalTraining, ModuleState, as_keys, local_update, user_updates
-from shufl.learning.models import MODELS, build_model, seeded
-from shufl.learning.names import TASKS
-from shufl.learning.own_code import code_digest
-from shufl.learning.section import READERS_ERRORS, ConfigError, one_line, readers_code
+from shufl.learning.code_digest import code_digest
+from shufl.learning.config import TASKS
+from shufl.learning.models import MODELS, ModelMaker, seeded
+from shufl.learning.parameters import load_sent, sent
 from shufl.learning.tasks import Form, load_task
-from shufl.learning.trained import load_sent, sent
+from shufl.learning.your_code import CODE_ERRORS, one_line, your_code
+from shufl.protocol.validation import ConfigError
 
 _Users = list[tuple[torch.Tensor, torch.Tensor, int]]
-_Given = tuple[Callable[[], nn.Module], dict[str, torch.Tensor], LocalTraining, _Users]
-_CALLS = 256  # records that are tried at least: a model may use only later what it keeps
+_CALLS = 256  # at least so many records are tried: a model may use late what it has kept
 
 _OTHER_PROCESS = """
 import pickle, sys
-from shufl.learning.section import make_importable
-from shufl.learning.trial import _write_updates
+from shufl.learning.your_code import make_importable
 make_importable(pickle.load(sys.stdin.buffer))
-_write_updates(*pickle.load(sys.stdin.buffer))
+trial, path = pickle.load(sys.stdin.buffer)
+trial.write(path)
 """
 
 
-def try_users(
-    make_model: functools.partial[nn.Module], training: LocalTraining, records: int
-) -> bool:
+def try_users(make_model: ModelMaker, training: LocalTraining, records: int) -> bool:
     """Refuses a model whose update for a user depends on other users.
 
-    Returns whether computing users together gives the same updates as computing one by one.
+    Args:
+        make_model: builds the model.
+        training: how users compute their updates.
+        records: the most that a user has.
 
-    `make_model` is `build_model` with its arguments; `records` is the most that a user has.
+    Returns:
+        Whether users computed together get the same updates as users computed one by one.
+
+    Raises:
+        ConfigError: the update depends on other users, or the model cannot be trained.
     """
-    name, form, _, options, *_ = make_model.args
+    name, form = make_model.name, make_model.form
     if name in MODELS and form.task in TASKS and not (training.own or training.options):
         return True
-    same = functools.partial(build_model, name, form, 0, options)
+    same = replace(make_model, seed=0, code="")
     code = code_digest((name, form.task, training.algorithm))
     return _try(pickle.dumps((same, training, records)), code)
 
 
 @functools.lru_cache(maxsize=16)
 def _try(given: bytes, code: str) -> bool:
-    """`code` is the digest of what the names in `given` stand for."""
+    """`given` are the pickled arguments of `try_users`; `code` is the digest of their own code."""
     make_model, training, records = pickle.loads(given)
-    name, form, *_ = make_model.args
+    name, form = make_model.name, make_model.form
     sizes = records, 1, records // 2 + 1, records
-    with seeded(0), readers_code(f"model {name} could not be trained on made-up records"):
+    with seeded(0), your_code(f"model {name} could not be trained on made-up records"):
         model = copy.deepcopy(make_model()).train()  # it is copied for every evaluation
         parameters = sent(model)
         features, labels = made_up(model, form, sum(sizes))
@@ -76,7 +81,8 @@ def _try(given: bytes, code: str) -> bool:
         users = list(zip(features.split(sizes), labels.split(sizes), range(4), strict=True))
         for _ in range(max(1, _CALLS // sum(sizes))):
             forwards = _updates(model, training, users)
-    backwards = _in_another_process(name, (make_model, parameters, training, users[::-1]))[::-1]
+    trial = _Trial(make_model, parameters, training, users[::-1])
+    backwards = trial.in_another_process()[::-1]
     for one, other in zip(forwards, backwards, strict=True):
         if not close(one, other, 1e-5):
             raise ConfigError(
@@ -89,15 +95,15 @@ def _try(given: bytes, code: str) -> bool:
     try:
         with seeded(0):
             return agrees_one_by_one(model, features, labels, training)
-    except READERS_ERRORS:
+    except CODE_ERRORS:
         return False
 
 
 def exact_float32() -> None:
-    """Undoes what a reader's code may have set: a lower matmul precision, TF32 in convolutions.
+    """Undoes what your code may have set: a lower matmul precision, TF32 in convolutions.
 
-    With 10 or 7 bits of mantissa (TF32, bfloat16) a clipped sum could exceed its computed norm by
-    as much, and a user computed alone differs from the same user computed with others.
+    TF32 has 10 bits of mantissa, bfloat16 has 7. With them a clipped sum could exceed its computed
+    norm, and a user computed alone would differ from the same user computed with others.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -106,7 +112,7 @@ def exact_float32() -> None:
 def _check_losses(
     model: nn.Module, form: Form, features: torch.Tensor, labels: torch.Tensor
 ) -> None:
-    """Refuses a task in which a record's loss is not its own."""
+    """Refuses a task in which a record's loss depends on other records."""
     loss, state = load_task(form.task).loss, ModuleState(model)
     with torch.no_grad():
         outputs = model(features.clone())
@@ -123,7 +129,7 @@ def _check_losses(
 
 
 def made_up(model: nn.Module, form: Form, records: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Records that a model takes: random numbers of very different size, or tokens 0 and 1."""
+    """Made-up records for a model: random numbers of very different size, or tokens 0 and 1."""
     generator = torch.Generator().manual_seed(0)
     shape = records, *form.label_shape
     if form.label_type == "int64":
@@ -156,7 +162,7 @@ def agrees_one_by_one(
     """Whether `user_updates` gives these users what `local_update` does.
 
     Args:
-        sizes: how many of its records each user has; all, where it is None.
+        sizes: how many records of its row each user has. Default: all.
 
     Raises:
         RuntimeError: torch cannot vectorise the model, or it draws torch's random numbers.
@@ -164,10 +170,11 @@ def agrees_one_by_one(
     exact_float32()
     seeds = np.arange(len(labels), dtype=np.uint64)
     real = None if sizes is None else torch.from_numpy(sizes)
-    given = model, features, labels, training, as_keys(seeds)
     with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
         warnings.simplefilter("ignore", UserWarning)
-        together = user_updates(*given, real=real).values()
+        together = user_updates(
+            model, features, labels, training, keys=as_keys(seeds), real=real
+        ).values()
     ends = [None] * len(labels) if sizes is None else sizes.tolist()
     users = zip(features, labels, ends, seeds.tolist(), strict=True)
     alone = (local_update(model, x[:end], y[:end], training, seed) for x, y, end, seed in users)
@@ -176,41 +183,52 @@ def agrees_one_by_one(
 
 
 def _updates(model: nn.Module, training: LocalTraining, users: _Users) -> list[np.ndarray]:
-    """The updates of users, one after another: of each its features, labels and seed."""
+    """The updates of users, one after another, from each user's features, labels and seed."""
     exact_float32()
     state = ModuleState(model)
     return [local_update(model, x, y, training, seed, state) for x, y, seed in users]
 
 
-def _in_another_process(name: str, given: _Given) -> list[np.ndarray]:
-    """`_updates`, where nobody's was computed before."""
-    with tempfile.TemporaryDirectory(prefix="shufl-") as folder:
-        path = Path(folder, "updates")
-        ended = subprocess.run(
-            [sys.executable, "-P", "-c", _OTHER_PROCESS],
-            input=pickle.dumps(sys.path) + pickle.dumps((path, given)),
-            capture_output=True,
-        )
-        if not path.exists():
-            raise ConfigError(
-                f"model {name} could not be tried in a process of its own, which ended with "
-                f"{ended.returncode}: {ended.stderr.decode(errors='replace').strip()[-300:]}"
+@dataclass(frozen=True)
+class _Trial:
+    """The updates of some users, to be computed where nobody's was computed before; picklable."""
+
+    make_model: ModelMaker
+    parameters: dict[str, torch.Tensor]
+    training: LocalTraining
+    users: _Users
+
+    def in_another_process(self) -> list[np.ndarray]:
+        """`_updates`, by a new process."""
+        name = self.make_model.name
+        with tempfile.TemporaryDirectory(prefix="shufl-") as folder:
+            path = Path(folder, "updates")
+            ended = subprocess.run(
+                [sys.executable, "-P", "-c", _OTHER_PROCESS],
+                input=pickle.dumps(sys.path) + pickle.dumps((self, path)),
+                capture_output=True,
             )
-        updates: list[np.ndarray] | str = pickle.loads(path.read_bytes())
-    if isinstance(updates, str):
-        raise ConfigError(f"model {name} could not be trained in a process of its own: {updates}")
-    return updates
+            if not path.exists():
+                raise ConfigError(
+                    f"model {name} could not be tried in a process of its own, which ended with "
+                    f"{ended.returncode}: {ended.stderr.decode(errors='replace').strip()[-300:]}"
+                )
+            updates: list[np.ndarray] | str = pickle.loads(path.read_bytes())
+        if isinstance(updates, str):
+            raise ConfigError(
+                f"model {name} could not be trained in a process of its own: {updates}"
+            )
+        return updates
 
-
-def _write_updates(path: Path, given: _Given) -> None:
-    try:
-        make_model, parameters, training, users = given
-        model = make_model().train()
-        load_sent(model, parameters)
-        updates: list[np.ndarray] | str = _updates(model, training, users)
-    except READERS_ERRORS as error:
-        updates = one_line(error)
-    path.write_bytes(pickle.dumps(updates))
+    def write(self, path: Path) -> None:
+        """Writes the updates to a file; in their place why there are none."""
+        try:
+            model = self.make_model().train()
+            load_sent(model, self.parameters)
+            updates: list[np.ndarray] | str = _updates(model, self.training, self.users)
+        except CODE_ERRORS as error:
+            updates = one_line(error)
+        path.write_bytes(pickle.dumps(updates))
 
 
 def close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:

@@ -1,4 +1,4 @@
-"""The end of a run: the table and the summary."""
+"""The end of a run: its summary, as plain values and as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.text import rounded_up
 from shufl.results.engine import Engine
 from shufl.results.experiment import Experiment
-from shufl.results.rows import RunRecorder
+from shufl.results.run_folder import RunRecorder
 from shufl.results.tables import (
     STOPPED,
     epsilon_rows,
@@ -30,35 +30,30 @@ ENROLLED = "as the authority enrolled them (each node's log says by which column
 """Where the users of real nodes come from."""
 
 
+_OF_PLAN = (
+    *("users", "delta", "adjacency", "shuffler_blankets", "mixing", "central_noise"),
+    *("least_present", "accountant", "target_epsilon"),
+)
+
+
 def summarise(
     result: RunEnd, experiment: Experiment, engine: Engine, recorder: RunRecorder
 ) -> dict[str, Any]:
-    """What a run came to, as plain values."""
+    """The results of a run, as plain values."""
     plan, simulation = experiment.plan, experiment.config.simulation
     rows = recorder.rows
     too_few = too_few_present(plan, rows, result.rounds)
     present = [row["users_present"] for row in rows if row["outcome"] != RoundOutcome.LOST]
     return {
-        "engine": simulation.engine,
-        "noise": simulation.noise,
-        "device": simulation.device,
-        "precision": simulation.precision,
+        **{key: getattr(simulation, key) for key in ("engine", "noise", "device", "precision")},
         "gradients": engine.gradients,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
         "score": experiment.task.score,
         **result.metrics,
-        "users": plan.users,
         "users_by": experiment.users_by if engine.nodes == "simulated" else ENROLLED,
-        "delta": plan.delta,
-        "adjacency": plan.adjacency,
-        "shuffler_blankets": plan.shuffler_blankets,
-        "mixing": plan.mixing,
-        "central_noise": plan.central_noise,
-        "least_present": plan.least_present,
-        "fewest_users_present": min(present, default=None),  # nobody counts those of a lost round
-        "accountant": plan.accountant,
-        "target_epsilon": plan.target_epsilon,
+        **{key: getattr(plan, key) for key in _OF_PLAN},
+        "fewest_users_present": min(present, default=None),  # in a lost round nobody counts
         "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few)),
         "doubt": last_doubt(rows),
         "versions": {

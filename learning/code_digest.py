@@ -1,4 +1,4 @@
-"""The reader's own modules that a run rests on: which they are, and whether they have changed."""
+"""A digest of your own code that a run rests on, so that a change of it is noticed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
-from shufl.learning.section import Carried, ConfigError, is_of_others
+from shufl.learning.your_code import Carried, is_installed
 from shufl.protocol.import_times import imported_at
+from shufl.protocol.validation import ConfigError
 
-_AHEAD = 60.0  # seconds: a file from later than that tells the clock of another machine
+_AHEAD = 60.0  # seconds: a file that is newer than now by more has its time from another clock
 _SEEN: dict[str, tuple[ModuleSpec, str]] = {}
 """What this process has imported, by the modules' names. A reload makes another spec."""
 
@@ -28,8 +29,8 @@ _SEEN: dict[str, tuple[ModuleSpec, str]] = {}
 def code_digest(names: Iterable[str]) -> str:
     """SHA-256 (hexadecimal) of the code behind `names`, each `module:callable` or a `Carried`.
 
-    These are the modules named, and what they import that is the reader's own: no installed
-    package. Comments and layout do not count. Nothing is imported for it. Without such code "".
+    This code is the modules that are named and those that they import, without installed packages.
+    Comments and layout do not count. Nothing is imported for it. Without code of yours it is "".
 
     Raises:
         ConfigError: a module has changed since this process imported it.
@@ -52,12 +53,12 @@ def code_digest(names: Iterable[str]) -> str:
         name = left.pop()
         if name in texts or (spec := _spec(name)) is None or not spec.has_location:
             continue
-        if is_of_others(path := Path(spec.origin or "")) or not path.is_file():
+        if is_installed(path := Path(spec.origin or "")) or not path.is_file():
             continue
         code = path.read_bytes()
         texts[name] = code.hex()
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            # What is compiled has no tree. A mistake is told by whoever imports it.
+            # Compiled code has no tree. Whoever imports the module is told of a mistake in it.
             tree = ast.parse(code)
             with suppress(RecursionError):
                 texts[name] = ast.unparse(tree)
@@ -85,14 +86,14 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _imported(tree: ast.AST, package: str) -> Iterator[str]:
-    """The names of what a module of this package imports, some of which are no modules."""
+    """The names that a module of this package imports; some are not modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom) and (package or not node.level):
             try:
                 above = resolve_name("." * node.level + (node.module or ""), package)
-            except ImportError:  # beyond the top: that of its import, if it comes to that
+            except ImportError:  # beyond the top: importing the module fails too
                 continue
             yield from (above, *(f"{above}.{each.name}" for each in node.names))
 
@@ -108,7 +109,7 @@ def _has_changed(spec: ModuleSpec, path: Path, text: str) -> bool:
 
 
 def _parts(given: Any) -> list[Any]:
-    """The functions and classes of the reader's that make up an object."""
+    """Your functions and classes that make up an object."""
     given = getattr(getattr(given, "task", None), "loss", given)
     given = given.func if isinstance(given, functools.partial) else given
     if not isinstance(given, type) and hasattr(given, "modules"):

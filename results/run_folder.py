@@ -1,9 +1,10 @@
-"""What a run leaves behind: its starts, and one entry a round in metrics.jsonl and TensorBoard."""
+"""The files of a run folder: configuration, plan, starts, and a row for each round."""
 
 from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 import os
 import re
@@ -11,9 +12,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
@@ -25,9 +27,14 @@ from shufl.accounting import (
     accountants_for,
     accountants_of_kind,
 )
+from shufl.learning.config import Config, dumps, load
 from shufl.protocol import RoundRecord, validation
+from shufl.protocol.validation import ConfigError
 from shufl.results.tables import too_few_present
 from shufl.server import CheckpointError, read_checkpoint
+
+if TYPE_CHECKING:
+    from shufl.results.experiment import Experiment
 
 _COLUMNS = {*(field.name for field in fields(RoundRecord)), "epsilons"} - {"metrics"}
 _TELL_OF_ROUNDS = ("metrics.jsonl", "summary.json", "shuffler*.log")
@@ -47,9 +54,9 @@ def read_starts(folder: Path) -> list[dict[str, str]]:
 
 
 def provenance() -> dict[str, str]:
-    """Now; the command at work; the commit of its code.
+    """Date, command and commit of the program that runs now.
 
-    Of programs other than `shufl` only the name is kept: Flower's get a token as an argument.
+    Of programs other than `shufl` only the name is kept: Flower's programs get a token as argument.
     """
     program = Path(sys.argv[0])
     own = program.name == "shufl" or program.parts[-2:] == ("cli", "__main__.py")
@@ -60,11 +67,11 @@ def provenance() -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str:
-    """The commit of the code at work; `+` where files but docs differ; empty outside a checkout."""
+    """The commit of this code, with `+` if files other than docs differ; empty if there is none."""
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
-        # Without it a run that is killed here leaves a lock in the reader's checkout.
+        # Without this option a run that is killed here would leave a lock in your checkout.
         command = ["git", "--no-optional-locks", "-C", str(here.parents[1]), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout.strip()
@@ -82,10 +89,10 @@ class MetricsError(RuntimeError):
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl file, one a round, but for a last one that was cut short.
+    """The rows of a metrics.jsonl file, one a round, without a last one that was cut short.
 
     Raises:
-        MetricsError: a line is no row.
+        MetricsError: a line is not a row.
     """
     rows: list[dict[str, Any]] = []
     if not path.exists():
@@ -105,7 +112,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(folder: Path) -> tuple[LedgerContent, list[dict[str, Any]]]:
-    """A run folder's ledger, which no other file contradicts, and its rows.
+    """A run folder's ledger, after a check against the other files, and its rows.
 
     Raises:
         LedgerError: there is no ledger, one of the files is damaged, or the ledger lacks rounds.
@@ -140,7 +147,7 @@ def rounds_told(folder: Path) -> dict[str, int]:
 
 
 def check_ledger(folder: Path, last_round: int, told: dict[str, int]) -> None:
-    """Refuses a ledger that was cut: a round is in it, on disk, before any other file has it.
+    """Refuses a ledger that was cut short: it has each round on disk before any other file has.
 
     Raises:
         LedgerError: it lacks rounds that were spent.
@@ -156,9 +163,9 @@ def check_ledger(folder: Path, last_round: int, told: dict[str, int]) -> None:
 class RunRecorder:
     """Writes each round as it ends, with epsilon under every accountant; keeps the rows.
 
-    An accountant that does not price the plan's rounds has null; so has one that counts on others
-    once `too_few_present` says so. In the folder of an interrupted run the rows go on where they
-    ended, and TensorBoard's events, which may lag behind, are made anew from the rows.
+    An accountant that does not price the plan's rounds has null; so has one that counts on others,
+    once `too_few_present` says so. In the folder of an interrupted run the rows go on where
+    they ended, and TensorBoard's events, which may lag behind, are written anew.
     """
 
     def __init__(self, folder: Path, plan: PrivacyPlan):
@@ -207,13 +214,40 @@ class RunRecorder:
 
     def _to_tensorboard(self, row: dict[str, Any]) -> None:
         scalars: dict[str, float | None] = {
-            "reports": row["reports"],
-            "rejected": row["rejected"],
-            "users_present": row["users_present"],
-            "silent_nodes": row["silent_nodes"],
+            **{key: row[key] for key in ("reports", "rejected", "users_present", "silent_nodes")},
             **{f"test/{name}": row[name] for name in row.keys() - _COLUMNS},
             **{f"epsilon/{name}": value for name, value in row["epsilons"].items()},
         }
         for name, value in scalars.items():
             if value is not None:
                 self._tensorboard.add_scalar(name, value, row["round"])
+
+
+def config_of(folder: Path) -> Config:
+    """The configuration of a run folder.
+
+    Raises:
+        ConfigError: it has none, or one that cannot be run.
+    """
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"a run folder has a config.toml, {folder} has none")
+    return load(str(folder / "config.toml"))
+
+
+def make_folder(runs: Path, experiment: Experiment) -> Path:
+    """A new folder `<name>-<time>` with the resolved configuration and the plan."""
+    stem = f"{experiment.config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (runs / stem).absolute()
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                folder = folder.with_name(f"{stem}-{number}")
+    except OSError as error:
+        raise ConfigError(f"no run folder can be made in {runs}: {error.strerror}") from error
+    (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
+    (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
+    return folder
