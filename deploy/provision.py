@@ -109,12 +109,8 @@ class _Sites:
     ):
         window = experiment.plan.window
         assert window is not None
-        self._deployment, self._experiment, self._base, self._out = (
-            deployment,
-            experiment,
-            base,
-            out,
-        )
+        self._deployment, self._experiment = deployment, experiment
+        self._base, self._out = base, out
         self._addresses = tuple(each.address for each in deployment.shufflers)
         self._round_seconds = window.seconds
 
@@ -158,13 +154,9 @@ class _Sites:
             "sum_noise": rounded_down(plan.noise_of_batch, 6),
             "rounds": plan.rounds,
         }
-        requests, templates = (
-            {entry.name: Role.SHUFFLER},
-            ("shuffler.toml", "shuffler.md", "stream.conf"),
-        )
-        return self._site(
-            entry.name, requests, (entry.process,), {"revoked": ""}, templates, values
-        )
+        requests, processes = {entry.name: Role.SHUFFLER}, (entry.process,)
+        templates = "shuffler.toml", "shuffler.md", "stream.conf"
+        return self._site(entry.name, requests, processes, {"revoked": ""}, templates, values)
 
     def _node(self, number: int) -> Site:
         nodes, form = self._deployment.nodes, self._experiment.form
@@ -231,20 +223,16 @@ class _Sites:
             file = _NAMES.get(template, template)
             files[file] = files.get(file, "") + _template(template, **values)
         for process in processes:
-            own = (
-                values
-                | asdict(process)
-                | {
-                    "unit": f"{prefix}-{process.name}",
-                    "about": process.about[0].upper() + process.about[1:],
-                    "writes": folder if process.user == "shufl" else f"{folder}/{process.home}",
-                    "stop_seconds": f"{process.stop_seconds:.0f}",
-                    "more": "\n".join(process.unit),
-                    "after": f" {prefix}-{process.after}.service" if process.after else "",
-                    "command": shlex.join(process.command_in(Path(folder, ".venv/bin"))),
-                }
-            )
-            files[f"{prefix}-{process.name}.service"] = _template("unit.service", **own)
+            values |= asdict(process) | {
+                "unit": f"{prefix}-{process.name}",
+                "about": process.about[0].upper() + process.about[1:],
+                "writes": folder if process.user == "shufl" else f"{folder}/{process.home}",
+                "stop_seconds": f"{process.stop_seconds:.0f}",
+                "more": "\n".join(process.unit),
+                "after": f" {prefix}-{process.after}.service" if process.after else "",
+                "command": shlex.join(process.command_in(Path(folder, ".venv/bin"))),
+            }
+            files[f"{prefix}-{process.name}.service"] = _template("unit.service", **values)
         return Site(name, files, requests, processes)
 
 
