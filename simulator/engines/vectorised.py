@@ -40,7 +40,7 @@ from shufl.server import (
     Training,
     TrainingSettings,
 )
-from shufl.simulator.engines.base import check_draws
+from shufl.simulator.engines import check_draws
 from shufl.simulator.engines.report_sum import (
     ReportSum,
     SumReports,
