@@ -7,7 +7,7 @@ from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.server import Aggregate, Mean
-from shufl.server.rounds import _together
+from shufl.server.rounds import _mean_of
 from shufl.simulator.engines.vectorised import VectorisedEngine
 
 
@@ -78,7 +78,7 @@ def test_estimates_of_several_shufflers_count_by_their_users():
         return Aggregate(mean.result(users), len(some), 1, {"too-long": 1})
 
     parts = [(estimate(reports[:3], 20), 20), (estimate(reports[3:], 50), 50)]
-    together = _together(parts)
+    together = _mean_of(parts)
     np.testing.assert_allclose(together.estimate, estimate(reports, 70).estimate, rtol=1e-6)
     assert together.estimate.dtype == np.float32
     assert (together.reports, together.reasons) == (9, {"too-long": 2})
