@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
 from rich.table import Table
 
 from shufl.learning import local_update, user_updates
@@ -46,7 +45,7 @@ def plain_flower(experiment: Experiment, rounds: int, folder: Path, together: bo
         experiment.local_training,
     )
     users, rate, seed = experiment.plan.users, experiment.plan.check_in_rate, experiment.seed
-    client_app, server_app = ClientApp(), ServerApp()
+    client_app = ClientApp()
 
     @client_app.train()
     def train(message: Message, context) -> Message:
@@ -70,8 +69,7 @@ def plain_flower(experiment: Experiment, rounds: int, folder: Path, together: bo
         content = RecordDict({"sum": ArrayRecord({"sum": Array(total)})})
         return Message(content, reply_to=message)
 
-    @server_app.main()
-    def main(grid, context) -> None:
+    def play(grid) -> None:
         model = make_model()
         while len(ids := list(grid.get_node_ids())) < nodes:
             time.sleep(0.05)
@@ -88,7 +86,7 @@ def plain_flower(experiment: Experiment, rounds: int, folder: Path, together: bo
 
     with running_ray(folder / "ray.log"):
         run_on_flower(
-            server_app,
+            play,
             client_app,
             nodes,
             experiment.config.simulation.cpus_per_node,

@@ -67,8 +67,9 @@ class DeviceNode(Node):
             raise ValueError("a deployed node needs a plan with cover and a window")
         super().__init__(settings, randomness)
         plan.check_dimension(self._work.dimension, policy.users)  # whoever has made the settings
-        if plan.mixing == "sum":
-            self._check_signer()
+        if plan.mixing == "sum":  # refuses a key with which no seed can be signed
+            header = RoundHeader("", 0, "", "", "")
+            seal_seed(bytes(SEED_BYTES), 1, generate_key_pair()[1], header, self._signer)
         self.policy, self.window, self.clock = policy, window, clock or Clock()
         self.round: PreparedRound | None = None
         self._playing: threading.Thread | None = None
@@ -92,11 +93,6 @@ class DeviceNode(Node):
         if more:
             told = "%d of %d users have more than the %d records (data.most_records) that are used"
             log.warning(told, more, policy.users, window.most_records)
-
-    def _check_signer(self) -> None:
-        """Refuses a key or a certificate with which no seed can be signed."""
-        header = RoundHeader("", 0, "", "", "")
-        seal_seed(bytes(SEED_BYTES), 1, generate_key_pair()[1], header, self._signer)
 
     def finish(self, at_once: threading.Event) -> None:
         """Returns when no round is under way any more, or as soon as `at_once` is set."""

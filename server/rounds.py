@@ -148,15 +148,16 @@ class RoundLoop:
             key_digest=key_digest(public_key),
         )
         _at_each(parts, lambda each: each.open(header, public_key))
-        opened = {each.number: each for each in parts if each.error is None}
-        asked = [node for node in nodes if self._fleet.shuffler_of(node) in opened]
+        opened = [each for each in parts if each.error is None]
+        numbers = {each.number for each in opened}
+        asked = [node for node in nodes if self._fleet.shuffler_of(node) in numbers]
         seconds, model = self._policy.round_timeout, ArrayRecord(state)
         answers = broadcast(self._grid, asked, header, public_key, model, seconds)
-        self._close(list(opened.values()), answers)
-        self._note(round, list(opened.values()), answers)
+        self._close(opened, answers)
+        self._note(round, opened, answers)
         answered = self._fleet.users_of(answers.received)
-        for number, each in opened.items():
-            each.fetch(private_key, answered[number], self._fleet.agreed_at(number))
+        for each in opened:
+            each.fetch(private_key, answered[each.number], self._fleet.agreed_at(each.number))
         del private_key  # overwritten: nobody can open this round's reports again
         return self._together(round, parts, answers)
 

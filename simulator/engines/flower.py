@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,10 +143,8 @@ class FlowerEngine:
                 sealing=self._shuffler.sealing,
                 make_aggregator=self._make_aggregator,
             )
-            server_app = ServerApp()
 
-            @server_app.main()
-            def main(grid: Grid, context: Context) -> None:
+            def play(grid: Grid) -> None:
                 results.append(RoundLoop(server_settings, grid, observe, stop.is_set).run())
 
             client_app = make_client_app(
@@ -159,9 +158,7 @@ class FlowerEngine:
             os.environ["FLWR_HOME"] = str(folder / "flower")
             log_file = folder / "flower.log"
             try:
-                run_on_flower(
-                    server_app, client_app, keys.nodes, keys.cpus_per_node, stop, log_file
-                )
+                run_on_flower(play, client_app, keys.nodes, keys.cpus_per_node, stop, log_file)
             except NodeFailed as error:
                 advice = next((each for why, each in _ADVICE.items() if why in str(error)), "")
                 resume = f"shufl run --resume {folder} goes on"
@@ -177,20 +174,21 @@ class FlowerEngine:
 
 
 def run_on_flower(
-    server_app: ServerApp,
+    play: Callable[[Grid], None],
     client_app: ClientApp,
     nodes: int,
     cpus_per_node: float,
     stop: threading.Event,
     log_file: Path,
 ) -> None:
-    """Runs a ServerApp and `nodes` ClientApps on the Ray that was started.
+    """Plays a run, as a ServerApp does, with `nodes` ClientApps on the Ray that was started.
 
-    The ServerApp polls `stop`, which an interrupt sets, and then ends the run in order. Nodes still
-    at work when it has ended are killed after some seconds.
+    `play` polls `stop`, which an interrupt sets, and then ends the run in order. Nodes still at
+    work when it has returned are killed after some seconds.
 
     Args:
-        server_app, client_app: the apps.
+        play: what the ServerApp does.
+        client_app: of every node.
         nodes: Flower nodes to simulate.
         cpus_per_node: CPUs an active node occupies; decides how many work at once.
         stop: set on an interrupt, and when the engine itself fails.
@@ -198,9 +196,9 @@ def run_on_flower(
 
     Raises:
         EngineFailed: Flower or Ray failed.
-        Exception: whatever the ServerApp raised.
+        Exception: whatever `play` raised.
     """
-    main = _Main(server_app)
+    main = _Main(play)
     with logs_to(log_file, "flwr"), tempfile.TemporaryDirectory(prefix="shufl-") as lease:
         try:
             threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
@@ -221,7 +219,7 @@ def run_on_flower(
 class _Main:
     """A ServerApp that notes how it ended, which Flower's engine does not tell."""
 
-    def __init__(self, server_app: ServerApp):
+    def __init__(self, play: Callable[[Grid], None]):
         self.app = ServerApp()
         self.error: BaseException | None = EngineFailed("Flower never started the ServerApp")
         self.ended = threading.Event()
@@ -230,7 +228,7 @@ class _Main:
         @self.app.main()
         def main(grid: Grid, context: Context) -> None:
             try:
-                server_app(grid, context)
+                play(grid)
                 self.error = None
             except BaseException as error:
                 self.error = error

@@ -1,5 +1,6 @@
 """Evaluation and checkpoints."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shufl import clients, server
 from shufl.learning import evaluate
 from shufl.learning.tasks import CLASSIFICATION
 from shufl.server import Checkpoint, CheckpointError, Optimiser, load_checkpoint, read_checkpoint
@@ -106,6 +108,14 @@ def test_a_checkpoint_of_which_one_bit_or_the_end_is_wrong_is_refused(tmp_path):
         ) as e:
             load_checkpoint(path)
         assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "policy", [server.Simulated, server.Deployed, clients.Simulated, clients.Deployed]
+)
+def test_no_field_of_a_policy_can_be_forgotten(policy):
+    with pytest.raises(TypeError, match=f"missing {len(dataclasses.fields(policy))} required"):
+        policy()
 
 
 def test_the_learning_rate_falls_to_zero_behind_the_last_round():
