@@ -17,10 +17,6 @@ from .budget import price as price
 from .budget import rounds_within_budget as rounds_within_budget
 from .calibration import CalibrationError as CalibrationError
 from .calibration import ideal_note as ideal_note
-from .calibration import largest_rate as largest_rate
-from .calibration import least_blankets as least_blankets
-from .calibration import least_error_blankets as least_error_blankets
-from .calibration import least_noise as least_noise
 from .calibration import mean_update_error as mean_update_error
 from .calibration import most_rounds as most_rounds
 from .calibration import participation_note as participation_note
