@@ -1,4 +1,6 @@
+from .accountants.base import ADJACENCIES as ADJACENCIES
 from .accountants.base import ShuffleAccountant as ShuffleAccountant
+from .accountants.base import effective_sigma as effective_sigma
 from .accountants.blanket import BlanketAccountant as BlanketAccountant
 from .accountants.crowd import CrowdAccountant as CrowdAccountant
 from .accountants.local import LocalAccountant as LocalAccountant
@@ -7,8 +9,6 @@ from .accountants.renyi import CheckInRdpAccountant as CheckInRdpAccountant
 from .accountants.renyi import Theorem3Accountant as Theorem3Accountant
 from .accountants.sums import SumCentralAccountant as SumCentralAccountant
 from .accountants.sums import SumDistributedAccountant as SumDistributedAccountant
-from .adjacency import ADJACENCIES as ADJACENCIES
-from .adjacency import effective_sigma as effective_sigma
 from .budget import NOT_PRICED as NOT_PRICED
 from .budget import EpsilonRow as EpsilonRow
 from .budget import PrivacyBudget as PrivacyBudget

@@ -19,7 +19,7 @@ from shufl.accounting import (
     adjacency,
 )
 from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
-from shufl.accounting.peers.signs import clones_delta
+from shufl.accounting.peers.comparisons import clones_delta
 from shufl.protocol import CheckIn, FixedSize, LdpSgd, RandomisedResponse, Shuffled
 
 RELATIONS = list(adjacency.ADJACENCIES.values())
