@@ -12,17 +12,17 @@ from scipy import stats
 
 from nights import by_night
 from shufl.accounting import (
+    ADJACENCIES,
     BlanketAccountant,
     CrowdAccountant,
     LocalAccountant,
     PldAccountant,
-    adjacency,
 )
 from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
 from shufl.accounting.peers.comparisons import clones_delta
 from shufl.protocol import CheckIn, FixedSize, LdpSgd, RandomisedResponse, Shuffled
 
-RELATIONS = list(adjacency.ADJACENCIES.values())
+RELATIONS = list(ADJACENCIES.values())
 
 
 def noise_of(local_epsilon):
