@@ -14,11 +14,9 @@ from .budget import EpsilonRow as EpsilonRow
 from .budget import PrivacyBudget as PrivacyBudget
 from .budget import epsilon_table as epsilon_table
 from .budget import price as price
-from .budget import rounds_within_budget as rounds_within_budget
 from .calibration import CalibrationError as CalibrationError
 from .calibration import ideal_note as ideal_note
 from .calibration import mean_update_error as mean_update_error
-from .calibration import most_rounds as most_rounds
 from .calibration import participation_note as participation_note
 from .ledger import Ledger as Ledger
 from .ledger import LedgerContent as LedgerContent
@@ -26,6 +24,8 @@ from .ledger import LedgerEntry as LedgerEntry
 from .ledger import LedgerError as LedgerError
 from .plan import OpenPlan as OpenPlan
 from .plan import PrivacyPlan as PrivacyPlan
+from .plan import most_rounds as most_rounds
+from .plan import rounds_within_budget as rounds_within_budget
 from .registry import ACCOUNTANTS as ACCOUNTANTS
 from .registry import accountants_for as accountants_for
 from .registry import accountants_of_kind as accountants_of_kind

@@ -1,13 +1,11 @@
 """The budget guard, and what a plan costs before it is run."""
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from typing import Any
 
-from shufl.accounting.calibration import most_rounds
 from shufl.accounting.ledger import Ledger
-from shufl.accounting.plan import PrivacyPlan
+from shufl.accounting.plan import PrivacyPlan, rounds_within_budget
 from shufl.accounting.registry import ACCOUNTANTS, accountants_of_kind, make_accountant
 from shufl.protocol.events import Shuffled
 
@@ -72,22 +70,6 @@ class PrivacyBudget:
             self.ledger.append_round(number if round is None else round, note)
         self.accountant.compose(self.plan.event())
         self._spent += 1
-
-
-def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> int:
-    """Returns the most rounds T <= plan.rounds whose ε stays within the plan's budget.
-
-    By bisection on T, independently of the step-by-step guard. ε is that of `accountant`, of the
-    plan's own if None.
-
-    Raises:
-        ValueError: An unknown accountant.
-        dp_accounting.UnsupportedEventError: One that does not price the plan's rounds.
-    """
-    epsilon_after = functools.partial(
-        plan.make_accountant(accountant).epsilon_after, plan.event(), plan.delta
-    )
-    return most_rounds(epsilon_after, plan.target_epsilon, plan.rounds)
 
 
 NOT_PRICED = "does not price these rounds"

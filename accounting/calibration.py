@@ -8,7 +8,6 @@ what is searched for.
 within one only, and over ranges as wide as these it takes up to three times as many ε.
 """
 
-import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy  # scipy.optimize is imported when it is first used: it takes half a second
 
+from shufl.accounting.plan import MOST_ROUNDS
 from shufl.protocol.mechanisms import (
     MECHANISMS,
     GaussianMechanism,
@@ -27,9 +27,6 @@ from shufl.protocol.mechanisms import (
 from shufl.protocol.plan import Plan
 from shufl.protocol.plan_fields import LEAST_RATE, MOST_BLANKETS
 from shufl.protocol.validation import ConfigError
-
-MOST_ROUNDS = 10**6
-"""Upper limit of the search in `most_rounds`."""
 
 _LEAST_OF_SUMS = 1e-6  # noise of all users' noises, which hide a user together
 _PRECISION, _ROUGHLY = 1e-3, 1e-2  # relative, of what is found, and of what is compared
@@ -152,20 +149,6 @@ def nearest(
     if len(ends) == 2:
         scipy.optimize.brentq(excess, *ends, xtol=precision)
     return min(found, key=lambda place: abs(math.log(place / outside)))
-
-
-def most_rounds(
-    epsilon_after: Callable[[int], float], target_epsilon: float, most: int = MOST_ROUNDS
-) -> int:
-    """Returns the most rounds T <= `most` with ε(T) <= target; 0 if not one is.
-
-    ε(T) increases.
-    """
-    return bisect.bisect_left(
-        range(1, most + 1),
-        True,
-        key=lambda rounds: not epsilon_after(rounds) <= target_epsilon,  # also of no number
-    )
 
 
 def least_error_blankets(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -13,6 +16,9 @@ from shufl.protocol.mechanisms import MECHANISMS, GaussianMechanism, LdpSgd, Ran
 from shufl.protocol.plan import Plan
 from shufl.protocol.plan_fields import AccountantName, Privacy, Users, check_allocation
 from shufl.protocol.validation import Checked, Probability
+
+MOST_ROUNDS = 10**6
+"""Upper limit of the search in `most_rounds`."""
 
 
 class PrivacyPlan(Plan):
@@ -146,3 +152,33 @@ class OpenPlan(Privacy, Checked):
             given["minimum_batch"] = min(self.users, max(1, int(expected / 2)))
         names = PrivacyPlan.model_fields
         return PrivacyPlan.model_construct(**{name: given[name] for name in names})
+
+
+def most_rounds(
+    epsilon_after: Callable[[int], float], target_epsilon: float, most: int = MOST_ROUNDS
+) -> int:
+    """Returns the most rounds T <= `most` with ε(T) <= target; 0 if not one is.
+
+    ε(T) increases.
+    """
+    return bisect.bisect_left(
+        range(1, most + 1),
+        True,
+        key=lambda rounds: not epsilon_after(rounds) <= target_epsilon,  # also of no number
+    )
+
+
+def rounds_within_budget(plan: PrivacyPlan, accountant: str | None = None) -> int:
+    """Returns the most rounds T <= plan.rounds whose ε stays within the plan's budget.
+
+    By bisection on T, independently of the step-by-step guard. ε is that of `accountant`, of the
+    plan's own if None.
+
+    Raises:
+        ValueError: An unknown accountant.
+        dp_accounting.UnsupportedEventError: One that does not price the plan's rounds.
+    """
+    epsilon_after = functools.partial(
+        plan.make_accountant(accountant).epsilon_after, plan.event(), plan.delta
+    )
+    return most_rounds(epsilon_after, plan.target_epsilon, plan.rounds)

@@ -8,11 +8,10 @@ from shufl.accounting.calibration import (
     CalibrationError,
     least_error_blankets,
     least_error_response,
-    most_rounds,
     nearest,
     range_of,
 )
-from shufl.accounting.plan import OpenPlan, PrivacyPlan
+from shufl.accounting.plan import OpenPlan, PrivacyPlan, most_rounds
 from shufl.accounting.registry import ACCOUNTANTS, check_accountant
 from shufl.protocol.mechanisms import MECHANISMS
 from shufl.protocol.text import rounded_up

@@ -33,7 +33,7 @@ from other_bounds import (
     strong_composition,
     variation_ratio_delta,
 )
-from shufl.accounting import CrowdAccountant, PldAccountant, adjacency
+from shufl.accounting import ADJACENCIES, CrowdAccountant, PldAccountant
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.renyi import epsilon_from_rdp
 from shufl.accounting.peers.comparisons import (
@@ -366,7 +366,7 @@ def shuffled_gaussian(folder: Path) -> list[list[str]]:
     sigma, draws, shown = 2.0, 4_000_000, [0.05, 0.1, 0.2, 0.3, 0.5, 0.8]
     accountants = {}
     for users in (*range(1, 8), 100, 10**4, 10**6):
-        accountants[users] = PldAccountant(adjacency.relation_of("zero-out"))
+        accountants[users] = PldAccountant(ADJACENCIES["zero-out"])
         mechanism = GaussianMechanism(noise_multiplier=sigma)
         accountants[users].compose(Shuffled(users, CheckIn(1.0), mechanism))
     rows = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shufl.accounting import OpenPlan, PrivacyPlan, calibrate, unused_note
+from shufl.accounting import OpenPlan, PrivacyPlan
 from shufl.learning import LocalTraining
 from shufl.learning.config import ALGORITHMS, Config
 from shufl.learning.models import ModelMaker
@@ -32,7 +32,7 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
     assert config.data.users is not None
     try:
         asked = OpenPlan(users=config.data.users, **dict(config.privacy))
-        plan = calibrate(asked)
+        plan, note = _searched(asked) if asked.open else (asked.closed().replace(), None)
         if config.window is not None:
             times = dict(config.window) | {"most_records": config.data.most_records}
             plan = plan.replace(window=Window.model_validate(times))
@@ -40,7 +40,14 @@ def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
         of_plan = str(error).partition(" ")[0] in Privacy.model_fields
         raise ConfigError(f"{'privacy.' * of_plan}{error}") from error
     privacy = config.privacy.model_copy(update=plan.section())
-    return config.model_copy(update={"privacy": privacy}), plan, unused_note(asked, plan)
+    return config.model_copy(update={"privacy": privacy}), plan, note
+
+
+def _searched(asked: OpenPlan) -> tuple[PrivacyPlan, str | None]:
+    from shufl.accounting import calibrate, unused_note  # a node, which searches nothing, has none
+
+    plan = calibrate(asked)
+    return plan, unused_note(asked, plan)
 
 
 def model_maker(config: Config, form: Form, code: str = "") -> ModelMaker:

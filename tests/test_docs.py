@@ -15,8 +15,7 @@ import pytest
 from pydantic import BaseModel
 from typer.main import get_command
 
-from shufl.accounting import ACCOUNTANTS, epsilon_table
-from shufl.accounting.budget import rounds_within_budget
+from shufl.accounting import ACCOUNTANTS, epsilon_table, rounds_within_budget
 from shufl.cli.__main__ import app
 from shufl.learning.config import Config, load
 from shufl.protocol.console import Console

@@ -191,7 +191,8 @@ def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
     assert HOSTILE in text
     assert "not finished when this was made" in text and "not evaluated yet" in text
     assert re.search(r"rounds spent\s*3\s*released\s*2\s*spent, without a row\s*1", text)
-    told = json.loads(CliRunner().invoke(app, ["account", str(folder), "--json"]).stdout)
+    command = ["account", str(folder), "--accountant", "all", "--json"]
+    told = json.loads(CliRunner().invoke(app, command).stdout)["epsilon"]
     assert (
         epsilon_text(told["blanket"]["epsilon"]) in text
         and epsilon_text(told["pld"]["epsilon"]) in text
