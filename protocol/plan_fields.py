@@ -71,7 +71,7 @@ class Privacy(Record):
     cover: Flag = _is("All users send in every round, as real machines must", False)
     participation: ParticipationName = _is("By a coin, or once in every 1/γ rounds", "check-in")
     mixing: Mixing = _is("What the shuffler hands over, reports or only their sum", "shuffle")
-    central_noise: CentralNoise | None = _is("σ, with mixing sum: the shuffler's noise, as z is")
+    central_noise: CentralNoise | None = _is("σ, with mixing sum: the shuffler's own noise")
     least_present: OfUsers | None = _is("The fewest users of a release")
 
     @model_validator(mode="after")

@@ -109,7 +109,7 @@ ANSWERS = {
     "experiment participation": lacks("torch", "simulation"),
     "report .": lacks("jinja2", "simulation"),
     f"account {_PLAN}": "theorem3",
-    f"calibrate {_TARGET} --accountant local": "a device sends",
+    f"calibrate {_TARGET} --accountant local": "device sends",
     f"account {_PLAN} --plot plot.png": lacks("matplotlib", "simulation"),
     "audit -n 100 --check-in-rate 1 --noise-multiplier 1 --epsilon 9 --samples 100": "theorem3",
     "audit --end-to-end quickstart --epsilon 1": lacks("torch", "simulation"),

@@ -14,7 +14,9 @@ from rounds import check_in, make_plan
 from shufl import accounting
 from shufl.protocol import RandomisedResponse, shuffler_of
 from shufl.protocol.mechanisms import MECHANISMS
-from shufl.protocol.plan_fields import AccountantName, Adjacency, MechanismName
+from shufl.protocol.plan import Plan
+from shufl.protocol.plan_fields import AccountantName, Adjacency, MechanismName, Privacy
+from shufl.protocol.validation import words_of
 
 GOOD = {
     "users": 60_000,
@@ -144,6 +146,33 @@ def test_the_names_written_out_are_those_of_the_registries():
         (MechanismName, (*MECHANISMS, "randomised-response")),
     ):
         assert get_args(names) == tuple(registry)
+
+
+def test_a_plan_and_its_open_form_allow_the_same():
+    """Of each value they say the same words; what is left out is open, or as in a plan."""
+    assert Plan.model_fields.keys() - Privacy.model_fields.keys() == {"users", "window"}
+    for name in Plan.model_fields.keys() & Privacy.model_fields.keys() - {"mechanism"}:
+        closed, opened = Plan.model_fields[name], Privacy.model_fields[name]
+        words = closed.description or words_of(closed.annotation)
+        assert words in (opened.description or words_of(opened.annotation)), name
+        assert opened.default in (None, "1/n", closed.default), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mechanism": {"name": "ldp-sgd", "noise_multiplier": 2.0}, "accountant": "crowd"},
+        {"mechanism": RandomisedResponse(categories=9, local_epsilon=2.0), "accountant": "local"},
+        {"participation": "allocation", "check_in_rate": 0.25, "accountant": "local"},
+        {"mixing": "sum", "cover": True, "central_noise": 3.0, "accountant": "sum-central"},
+    ],
+)
+def test_the_section_of_a_plan_is_that_plan(changes):
+    values = make_plan(**GOOD).model_dump() | changes
+    plan = accounting.PrivacyPlan.model_validate(values)
+    again = accounting.OpenPlan(users=plan.users, **plan.section())
+    assert again.open == () and again.closed() == plan
 
 
 @pytest.mark.parametrize("cover", [False, True])

@@ -42,6 +42,18 @@ def test_the_papers_setting_by_every_accountant():
     assert "blanket" not in epsilons  # no --shuffler-blankets
 
 
+def test_the_help_says_what_each_value_may_be():
+    told = " ".join(shufl("account --help").stdout.replace("│", " ").split())
+    for words in (
+        "in a round: a number in [1e-12, 1].",
+        "clip norms: a number in [1e-12, 10^6].",
+        'δ: "1/n" or a number in (0, 1). Default: 1/n.',
+        "neighbours: one of replace, zero-out. Default: replace.",
+    ):
+        assert words in told
+    assert "least-error" not in told  # which an option cannot say
+
+
 def test_devices_that_draw_their_rounds():
     """At the same rate: `blanket` costs the same, and `local` less."""
     plan = f"{SMALL.replace('0.3', '0.25')} --noise-multiplier 2 --shuffler-blankets 100"

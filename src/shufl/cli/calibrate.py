@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 _NOISE = {"noise_multiplier": "z", "local_epsilon": "ε₀", "central_noise": "σ"}
 
 
-@options.plan_options(
-    *("target_epsilon", *options.PLAN, "cover"),
-    found=[*_NOISE, "shuffler_blankets", "rounds", "check_in_rate"],
-)
+@options.plan_options("target_epsilon", *options.PLAN, "cover", shuffler_blankets=None)
 def calibrate_command(
     given: dict[str, Any],
     accountant: Annotated[
@@ -50,9 +47,9 @@ def calibrate_command(
 ) -> None:
     """Find what is left out of a plan, for a target ε.
 
-    Noise and blankets are found together: those of least error of the mean update. If the noise is
-    given, the rounds, the check-in rate or the blankets are found, whichever is left out. If the
-    noise is left out, and the rounds or the check-in rate too, plans of several are compared.
+    The noise is found with the blankets, where the accountant counts on them: those of least error.
+    If the noise is given, it is the rounds, the check-in rate or the blankets, whichever is left
+    out. If the noise and the rounds or check-in rate are left out, plans of several are compared.
     """
     from shufl.accounting.search import say_search
     from shufl.protocol.validation import choice
@@ -124,7 +121,7 @@ def _print_plans(asked: OpenPlan, rows: list[dict[str, Any]]) -> None:
     of_sums, predicts = asked.mixing == "sum", "accuracy" in rows[0]
     noises = [name for name in _NOISE if rows[0]["privacy"].get(name)]
     heads = ["γ", "rounds", *(_NOISE[name] for name in noises), *([] if of_sums else ["λ"])]
-    heads += ["ε", "error", "a device sends", "shuffler a round", *(["accuracy"] * predicts)]
+    heads += ["ε", "error", "device sends", "shuffler holds", *(["accuracy"] * predicts)]
     for head in heads:
         table.add_column(head, justify="right")
     for row in rows:

@@ -31,7 +31,7 @@ _EMPTY = '""'  # how the empty value is named and shown
 _MOST_SHOWN = 60
 
 
-@options.plan_options(*_VALUES, found=["local_epsilon"], check_in_rate=1.0, delta="1/n")
+@options.plan_options(*_VALUES, check_in_rate=1.0, delta="1/n")
 def histogram_command(
     given: dict[str, Any],
     source: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -38,46 +38,42 @@ _VALUES = {"users": FieldInfo.from_annotation(_USERS), **Privacy.model_fields}
 
 
 def plan_options(
-    *names: str, found: Collection[str] = (), **defaults: Any
+    *names: str, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command an option for each of these values of a plan, named as a configuration does.
 
-    The command's first argument is a dictionary of the values that were given, and of `defaults`.
-    The help says of each value in `found` that the command finds it.
+    The command's first argument is a dictionary of the values that were given. What is in
+    `defaults` stands for a value that was not given; None takes the configuration's default away.
     """
-
-    def option_of(name: str) -> inspect.Parameter:
-        field, flags = _VALUES[name], [flag_of(name), *(["-n"] if name == "users" else [])]
-        says = field.title or name
-        if field.annotation is bool:
-            annotation: Any = Annotated[bool | None, typer.Option(*flags, help=f"{says}.")]
-        else:
-            says += f": {_sayable(field.description or words_of(field.annotation))}."
-            if name in found:
-                says += " Left out: it is found."
-            elif (default := defaults.get(name, field.default)) not in (None, PydanticUndefined):
-                says += f" Default: {default}."
-            option = typer.Option(*flags, help=says, parser=_value, metavar="VALUE")
-            annotation = Annotated[str | None, option]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, keyword, default=None, annotation=annotation)
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def called(**options: Any) -> None:
             given = {name: options.pop(name) for name in names}
-            given = {name: value for name, value in given.items() if value is not None}
-            command(defaults | given, **options)
+            command({name: it for name, it in given.items() if it is not None}, **options)
 
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [*map(option_of, names), *own]
+        made = [*(_option_of(name, defaults) for name in names), *own]
         called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in made]
         )
-        called.__annotations__ = {each.name: each.annotation for each in parameters}
         return called
 
     return decorated
+
+
+def _option_of(name: str, defaults: dict[str, Any]) -> inspect.Parameter:
+    """The option of a plan's value, as a parameter of a command's function."""
+    field, flags = _VALUES[name], [flag_of(name), *(["-n"] if name == "users" else [])]
+    default, is_flag = defaults.get(name, field.default), field.annotation is bool
+    words = "" if is_flag else f": {_sayable(field.description or words_of(field.annotation))}"
+    known = is_flag or default in (None, PydanticUndefined)
+    says = f"{field.title}{words}." + ("" if known else f" Default: {default}.")
+    about: dict[str, Any] = {} if is_flag else {"parser": _value, "metavar": "VALUE"}
+    option = typer.Option(*flags, help=says, show_default=False, **about)
+    kind: Any = Annotated[bool | None if is_flag else str | None, option]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=defaults.get(name), annotation=kind)
 
 
 def _value(text: str) -> Any:
