@@ -1,4 +1,6 @@
+from .accountants.base import ADJACENCIES as ADJACENCIES
 from .accountants.base import ShuffleAccountant as ShuffleAccountant
+from .accountants.base import effective_sigma as effective_sigma
 from .accountants.blanket import BlanketAccountant as BlanketAccountant
 from .accountants.crowd import CrowdAccountant as CrowdAccountant
 from .accountants.local import LocalAccountant as LocalAccountant
@@ -7,8 +9,6 @@ from .accountants.renyi import CheckInRdpAccountant as CheckInRdpAccountant
 from .accountants.renyi import Theorem3Accountant as Theorem3Accountant
 from .accountants.sums import SumCentralAccountant as SumCentralAccountant
 from .accountants.sums import SumDistributedAccountant as SumDistributedAccountant
-from .adjacency import ADJACENCIES as ADJACENCIES
-from .adjacency import effective_sigma as effective_sigma
 from .budget import NOT_PRICED as NOT_PRICED
 from .budget import EpsilonRow as EpsilonRow
 from .budget import PrivacyBudget as PrivacyBudget
@@ -17,10 +17,6 @@ from .budget import price as price
 from .budget import rounds_within_budget as rounds_within_budget
 from .calibration import CalibrationError as CalibrationError
 from .calibration import ideal_note as ideal_note
-from .calibration import largest_rate as largest_rate
-from .calibration import least_blankets as least_blankets
-from .calibration import least_error_blankets as least_error_blankets
-from .calibration import least_noise as least_noise
 from .calibration import mean_update_error as mean_update_error
 from .calibration import most_rounds as most_rounds
 from .calibration import participation_note as participation_note

@@ -167,9 +167,10 @@ def epsilon_table(
     than the plan's `least_present`: accountants that count on others then have no ε. Of a plan for
     real machines, `covers` also says what is assumed of these.
     """
-    about, allowed = (plan.adjacency, plan.delta), rounds_within_budget(plan)
-    spent = price(plan.event(), rounds, *about, lower=lower)
-    planned = price(plan.event(), allowed, *about) if rounds < allowed else spent
+    event, adjacency, delta = plan.event(), plan.adjacency, plan.delta
+    allowed = rounds_within_budget(plan)
+    spent = price(event, rounds, adjacency, delta, lower=lower)
+    planned = price(event, allowed, adjacency, delta) if rounds < allowed else spent
     if plan.window is not None:
         spent = [dataclasses.replace(row, covers=row.covers + ON_MACHINES) for row in spent]
     return [

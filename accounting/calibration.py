@@ -1,47 +1,85 @@
-"""The noise, the rounds, the check-in rate, ε₀ or the blankets that a target ε allows.
+"""What a target ε allows: the noise, the rounds, the check-in rate, ε₀ or the blankets.
 
 Every search returns a value whose ε it has computed and found within the target: where ε is not
 quite monotone, or the bracket is coarse, it can only err on the private side. `epsilon_at` is ε of
-what is searched for, and `target_epsilon` the budget.
+what is searched for.
 
 `dp_accounting.calibrate_dp_mechanism` is not used: its tolerance is absolute, it promises rounds
 within one only, and over ranges as wide as these it takes up to three times as many ε.
 """
 
 import bisect
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import scipy  # scipy.optimize is imported when it is first used: it takes half a second
 
-from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, least_delta
+from shufl.protocol.mechanisms import (
+    MECHANISMS,
+    GaussianMechanism,
+    LdpSgd,
+    RandomisedResponse,
+    least_delta,
+)
 from shufl.protocol.plan import Plan
 from shufl.protocol.plan_fields import LEAST_RATE, MOST_BLANKETS
 from shufl.protocol.validation import ConfigError
 
-_PRECISION = 1e-3  # relative, of continuous answers
-_MOST_STEPS = 30
-_NEAR = 0.2  # of log ε: from there on the secant says where the target is
-_LARGEST_NOISE = 1e6
-_FIRST_STEP, _LONGEST_STEP = 1.25, 10.0  # from place to place, each the square of the one before
 MOST_ROUNDS = 10**6
 """Upper limit of the search in `most_rounds`."""
-LEAST_BLANKETS = 0.1
-_TOO_FEW = f"no blankets up to {MOST_BLANKETS:g} a round reach"
+
+_LEAST_OF_SUMS = 1e-6  # noise of all users' noises, which hide a user together
+_PRECISION, _ROUGHLY = 1e-3, 1e-2  # relative, of what is found, and of what is compared
+_FIRST_STEP, _LONGEST_STEP = 1.25, 10.0  # from place to place, each the square of the one before
 _MOST_NOISE_OF_BLANKETS = 64.0
-_LEAST_LOCAL = 1e-6
+_NEAR = 1.0  # of log ε: from there on one ε says how many blankets it takes
+_FINE = 0.05  # how near to the best noise the search ends, relative: the error is flat there
 _ALONE = (1.0, 0.99, 0.95)  # of the target: what a report may cost that nothing hides
 _NEAR_BEST = 0.02  # of the error
-_FINE = 0.05  # how near to the best noise the search ends, relative
-_BETTER = 0.995  # of the squared error: what is worth another step
 
 
 class CalibrationError(ConfigError):
     """No value within range reaches the target ε."""
+
+
+class Range(NamedTuple):
+    """Where a value is searched for.
+
+    Attributes:
+        costly: The end with the largest ε. If that is within the target, it is what is found.
+        private: The end with the least ε. If not even that is within the target, nothing is.
+        start: Where the search begins.
+        failure: Begins the sentence that says so.
+    """
+
+    costly: float
+    private: float
+    start: float
+    failure: str
+
+
+BLANKETS = Range(0.1, MOST_BLANKETS, 1e3, f"no blankets up to {MOST_BLANKETS:g} a round reach")
+
+
+def range_of(name: str, plan: Plan) -> Range:
+    """Returns where an open value of a plan is searched for."""
+    most_epsilon, most_noise = RandomisedResponse.most_epsilon, 1e6
+    match name:
+        case "shuffler_blankets":
+            return BLANKETS
+        case "local_epsilon":
+            return Range(most_epsilon, 1e-6, most_epsilon, "no local epsilon reaches")
+        case "check_in_rate":
+            least = max(0.1 / plan.least_present, LEAST_RATE)
+            return Range(1.0, least, 1.0, "no check-in rate reaches")
+        case "rounds":
+            return Range(MOST_ROUNDS, 1, 1, "not one round is within")
+    least = _LEAST_OF_SUMS if plan.mixing == "sum" else MECHANISMS[plan.mechanism.name].least_noise
+    failure = f"no noise multiplier up to {most_noise:g} reaches"
+    return Range(least, most_noise, max(1.0, 1.1 * least), failure)
 
 
 def participation_note(check_in_rate: float, rounds: int, delta: float) -> str | None:
@@ -70,54 +108,50 @@ def ideal_note(rounds: int, delta: float) -> str | None:
     )
 
 
-def least_noise(
+def nearest(
     epsilon_at: Callable[[float], float],
     target_epsilon: float,
-    least: float = GaussianMechanism.least_noise,
+    within: Range,
+    precision: float = _PRECISION,
 ) -> float:
-    """Returns the least noise multiplier z (to 0.1 %) with ε(z) <= target.
+    """Returns the value nearest to the costly end of a range whose ε is at most a target.
 
-    z is at least `least`, which is the least that is recommended.
-
-    Raises:
-        CalibrationError: Not even z = 10^6 is enough.
-    """
-    failure = f"no noise multiplier up to {_LARGEST_NOISE:g} reaches"
-    start = max(1.0, 1.1 * least)
-    return _least(epsilon_at, target_epsilon, start, least, _LARGEST_NOISE, failure)
-
-
-def least_blankets(
-    epsilon_at: Callable[[float], float], target_epsilon: float, guess: float = 1e3
-) -> float:
-    """Returns the least expected blankets λ in [0.1, 10^7] (to 0.1 %) with ε(λ) <= target.
-
-    The search starts at λ = `guess`.
+    Steps that grow lead from the start to a value on either side of the target. Between them
+    Brent's method asks log ε at the logarithms of values, since ε is nearly a power of noise, rate
+    and blankets.
 
     Raises:
-        CalibrationError: Not even λ = 10^7 is enough.
+        CalibrationError: Not even the private end is within the target.
     """
-    return _least(epsilon_at, target_epsilon, guess, LEAST_BLANKETS, MOST_BLANKETS, _TOO_FEW)
+    epsilon_at = functools.cache(epsilon_at)
+    low, high = sorted((within.costly, within.private))
+    place, step = min(max(within.start, low), high), _FIRST_STEP
+    inside = outside = 0.0
+    while True:
+        if epsilon_at(place) <= target_epsilon:
+            inside, towards = place, within.costly
+        else:
+            outside, towards = place, within.private
+        if inside and outside:
+            break
+        if place == towards:
+            if inside:
+                return place
+            raise CalibrationError(f"{within.failure} epsilon {target_epsilon:g}")
+        place = min(max(place * step if towards == high else place / step, low), high)
+        step = min(step * step, _LONGEST_STEP)
+    ends = {math.log(inside): inside, math.log(outside): outside}
+    found = [inside]
 
+    def excess(log_place: float) -> float:
+        place = ends.get(log_place, math.exp(log_place))
+        if (epsilon := epsilon_at(place)) <= target_epsilon:
+            found.append(place)
+        return min(max(math.log(max(epsilon, 1e-300) / target_epsilon), -50.0), 50.0)
 
-def largest_rate(epsilon_at: Callable[[float], float], target_epsilon: float, users: int) -> float:
-    """Returns the largest check-in rate γ (to 0.1 %) with ε(γ) <= target.
-
-    Raises:
-        CalibrationError: Not even γ = 1/(10 n) is enough.
-    """
-    least = max(0.1 / users, LEAST_RATE)
-    return _largest(epsilon_at, target_epsilon, least, 1.0, "no check-in rate reaches")
-
-
-def largest_local_epsilon(epsilon_at: Callable[[float], float], target_epsilon: float) -> float:
-    """Returns the largest ε₀ in [1e-6, 20] (to 0.1 %) with ε(ε₀) <= target.
-
-    Raises:
-        CalibrationError: Not even ε₀ = 1e-6 is little enough.
-    """
-    most = RandomisedResponse.most_epsilon
-    return _largest(epsilon_at, target_epsilon, _LEAST_LOCAL, most, "no local epsilon reaches")
+    if len(ends) == 2:
+        scipy.optimize.brentq(excess, *ends, xtol=precision)
+    return min(found, key=lambda place: abs(math.log(place / outside)))
 
 
 def most_rounds(
@@ -137,33 +171,57 @@ def most_rounds(
 def least_error_blankets(
     epsilon_at: Callable[[float, float], float],
     target_epsilon: float,
-    users: int,
-    check_in_rate: float,
+    reports: float,
     mechanism: type[GaussianMechanism] | type[LdpSgd] = GaussianMechanism,
 ) -> tuple[float, float]:
-    """Returns the noise z and blankets λ of least `mean_update_error` with ε(z, λ) <= target.
+    """Returns noise z and blankets λ that about minimise the error of the mean update.
 
+    Its square is, but for a factor and a term that does not depend on them, `z² (1 + λ/(nγ))`.
     Each z has a least λ. With many blankets ε depends on λ divided by the variance of a blanket's
-    density ratio, `Mechanism.ratio_variance`, which says which z to try next. The search ends when
-    a z 5 % larger or smaller is no better; the error is flat there.
+    density ratio, `Mechanism.ratio_variance`, which says where to begin to look for it.
 
-    `epsilon_at` gives ε(z, λ), falling in both; z is at most 64.
+    `epsilon_at` gives ε(z, λ), falling in both; z is at most 64. `reports` is nγ.
 
     Raises:
-        CalibrationError: Not even z = 64 reaches the target with 10^7 blankets.
+        CalibrationError: No z reaches the target with up to 10^7 blankets.
     """
-    pairs = _Pairs(epsilon_at, target_epsilon, users * check_in_rate, mechanism)
-    noise = max(1.0, 1.1 * mechanism.least_noise)
-    while True:
-        try:
-            blankets = pairs.about(noise, 1e3)
-            break
-        except CalibrationError:
-            noise *= 2.0
-            if noise > _MOST_NOISE_OF_BLANKETS:
-                raise
-    noise, blankets = pairs.refined(*pairs.nearby(noise, blankets))
-    return noise, least_blankets(functools.partial(epsilon_at, noise), target_epsilon, blankets)
+    variance = mechanism.ratio_variance
+    fewest: dict[float, float] = {}  # λ of some z, about
+    power = 0.0  # of λ, as which ε falls; 0 until it is known
+
+    def near(noise: float) -> Range:
+        """Blankets, from where the nearest z that is known says."""
+        if not fewest:
+            return BLANKETS
+        known = min(fewest, key=lambda other: abs(math.log(other / noise)))
+        here, there = variance(np.array([noise, known])).tolist()
+        start = min(max(fewest[known] * here / there, BLANKETS.costly), BLANKETS.private)
+        return BLANKETS._replace(start=start)
+
+    def log_error(log_noise: float) -> float:
+        nonlocal power
+        noise = math.exp(log_noise)
+        at = functools.cache(functools.partial(epsilon_at, noise))
+        within = near(noise)
+        excess = math.log(max(at(within.start), 1e-300) / target_epsilon)
+        about = within.start * math.exp(excess / power) if power and abs(excess) < _NEAR else 0.0
+        if BLANKETS.costly < about < BLANKETS.private:
+            fewest[noise] = about
+        else:
+            try:
+                fewest[noise] = nearest(at, target_epsilon, within, _ROUGHLY)
+            except CalibrationError:
+                return 1e3 - log_noise  # there is none: more noise is nearer to one
+            fall = max(at(fewest[noise]), 1e-300) / max(at(2.0 * fewest[noise]), 1e-300)
+            power = min(max(math.log2(fall), 0.2), 2.0)
+        return log_noise + 0.5 * math.log1p(fewest[noise] / reports)
+
+    ends = math.log(mechanism.least_noise), math.log(_MOST_NOISE_OF_BLANKETS)
+    best = scipy.optimize.minimize_scalar(log_error, bounds=ends, options={"xatol": _FINE})
+    noise = math.exp(best.x)
+    if best.x < ends[0] + _FINE and log_error(ends[0]) <= best.fun:
+        noise = mechanism.least_noise
+    return noise, nearest(functools.partial(epsilon_at, noise), target_epsilon, near(noise))
 
 
 def least_error_response(
@@ -191,110 +249,23 @@ def least_error_response(
         mechanism = RandomisedResponse(categories=categories, local_epsilon=local_epsilon)
         return (reports + blankets) / mechanism.truth**2 - reports
 
-    most = RandomisedResponse.most_epsilon
+    few, most = BLANKETS.costly, RandomisedResponse.most_epsilon
     tried = (min(share * target_epsilon, most) for share in _ALONE)
-    enough = (it for it in tried if epsilon_at(it, LEAST_BLANKETS) <= target_epsilon)
-    alone = next(enough, None)
+    alone = next((each for each in tried if epsilon_at(each, few) <= target_epsilon), None)
     try:
-        blankets = least_blankets(functools.partial(epsilon_at, most), target_epsilon)
+        blankets = nearest(functools.partial(epsilon_at, most), target_epsilon, BLANKETS)
     except CalibrationError:
-        if alone is not None:
-            return alone, LEAST_BLANKETS
-        raise
-    if alone is not None and error(alone, LEAST_BLANKETS) <= error(most, blankets):
-        return alone, LEAST_BLANKETS
+        if alone is None:
+            raise
+        return alone, few
+    if alone is not None and error(alone, few) <= error(most, blankets):
+        return alone, few
     allowed = (1.0 + _NEAR_BEST) ** 2 * error(most, blankets)
-    rising = np.geomspace(min(target_epsilon, 1.0), most, 500).tolist()
-    local_epsilon = next(each for each in rising if error(each, blankets) <= allowed)
-    guess = functools.partial(epsilon_at, local_epsilon)
-    return local_epsilon, least_blankets(guess, target_epsilon, blankets)
-
-
-@dataclasses.dataclass
-class _Pairs:
-    """Pairs of noise and blankets that about reach the target, to compare their errors.
-
-    Attributes:
-        reports: How many users report in expectation.
-        mechanism: Which one's noise it is.
-        slope: Of log ε in log λ; nearly the same at every z. None until two places are known.
-    """
-
-    epsilon_at: Callable[[float, float], float]
-    target_epsilon: float
-    reports: float
-    mechanism: type[GaussianMechanism] | type[LdpSgd]
-    slope: float | None = None
-
-    def about(self, noise: float, guess: float) -> float:
-        """The least blankets with this noise, to a percent or so, by the secant of log ε.
-
-        Where the secant leads out of the bracket, as it does where ε is 0, the bracket's geometric
-        mean is asked next.
-        """
-        before: tuple[float, float] | None = None
-        few, enough = 0.0, math.inf
-        place = min(max(guess, LEAST_BLANKETS), MOST_BLANKETS)
-        for _ in range(_MOST_STEPS):
-            epsilon = max(self.epsilon_at(noise, place), 1e-300)
-            excess = min(max(math.log(epsilon / self.target_epsilon), -50.0), 50.0)
-            if excess > 0.0 and place == MOST_BLANKETS:
-                raise CalibrationError(f"{_TOO_FEW} epsilon {self.target_epsilon:g}")
-            if excess == 0.0 or (excess < 0.0 and place == LEAST_BLANKETS):
-                return place
-            few, enough = (place, enough) if excess > 0.0 else (few, place)
-            if enough <= 1.01 * few:
-                return enough
-            if before is not None and before[0] != place and before[1] != excess:
-                slope = (excess - before[1]) / math.log(place / before[0])
-                self.slope = min(max(slope, -2.0), -0.2)
-            root = place * math.exp(min(max(-excess / (self.slope or -0.5), -9.0), 9.0))
-            root = min(max(root, LEAST_BLANKETS), MOST_BLANKETS)
-            if self.slope is not None and abs(excess) < _NEAR:
-                return root
-            before = place, excess
-            between = math.sqrt(max(few, LEAST_BLANKETS) * min(enough, MOST_BLANKETS))
-            place = root if few < root < enough else between
-        return place
-
-    def error(self, noise: Any, blankets: Any) -> Any:
-        """The squared error of the mean, but for a factor and what is fixed."""
-        return noise * noise * (1.0 + blankets / self.reports)
-
-    def nearby(self, noise: float, blankets: float) -> tuple[float, float]:
-        """A pair near the best one, by what λ should be at other z."""
-        tried = np.geomspace(self.mechanism.least_noise, _MOST_NOISE_OF_BLANKETS, 2000)
-        spread = self.mechanism.ratio_variance
-        for _ in range(4):
-            supposed = blankets / spread(np.array(noise)) * spread(tried)
-            best = int(np.argmin(self.error(tried, supposed)))
-            if abs(math.log(tried[best] / noise)) < _FINE or supposed[best] > MOST_BLANKETS:
-                break
-            other = float(tried[best])
-            try:
-                most = self.about(other, float(supposed[best]))
-            except CalibrationError:  # the rule of thumb promised too much
-                break
-            if self.error(other, most) >= self.error(noise, blankets):
-                break
-            noise, blankets = other, most
-        return noise, blankets
-
-    def refined(self, noise: float, blankets: float) -> tuple[float, float]:
-        """A pair that a little more or less noise does not improve."""
-        for _ in range(_MOST_STEPS):
-            for other in (noise * (1.0 + _FINE), noise / (1.0 + _FINE)):
-                # With so many it would be hardly better: where that is not private, fewer are not.
-                allowed = _BETTER * self.error(noise, blankets) / other**2
-                most = min((allowed - 1.0) * self.reports, MOST_BLANKETS)
-                if other < self.mechanism.least_noise or most < LEAST_BLANKETS:
-                    continue
-                if self.epsilon_at(other, most) <= self.target_epsilon:
-                    noise, blankets = other, min(self.about(other, most), most)
-                    break
-            else:
-                break
-        return noise, blankets
+    truth = math.sqrt((reports + blankets) / (reports + allowed))
+    least = math.log1p(categories * truth / (1.0 - truth))
+    local_epsilon = min(max(least, min(target_epsilon, 1.0)), most)
+    at = functools.partial(epsilon_at, local_epsilon)
+    return local_epsilon, nearest(at, target_epsilon, BLANKETS._replace(start=blankets))
 
 
 def mean_update_error(plan: Plan, dimension: float = math.inf) -> float:
@@ -315,67 +286,3 @@ def mean_update_error(plan: Plan, dimension: float = math.inf) -> float:
     else:
         variance = plan.mechanism.noise_multiplier**2 * (reports + plan.shuffler_blankets)
     return math.sqrt((variance / reports + (1.0 - rate) / dimension) / reports)
-
-
-def _least(
-    epsilon_at: Callable[[float], float],
-    target: float,
-    start: float,
-    low: float,
-    high: float,
-    failure: str,
-) -> float:
-    """The least place in [low, high] with ε <= target, searched from `start`."""
-    epsilon_at = functools.cache(epsilon_at)
-    place, step = min(max(start, low), high), _FIRST_STEP
-    inside = outside = None
-    while inside is None or outside is None:
-        if epsilon_at(place) <= target:
-            inside = place
-            if place == low:
-                return low
-            place = max(place / step, low)
-        else:
-            outside = place
-            if place == high:
-                raise CalibrationError(f"{failure} epsilon {target:g}")
-            place = min(place * step, high)
-        step = min(step * step, _LONGEST_STEP)
-    return _close_in(epsilon_at, target, inside, outside)
-
-
-def _largest(
-    epsilon_at: Callable[[float], float], target: float, low: float, high: float, failure: str
-) -> float:
-    """The largest place in [low, high] with ε <= target."""
-    epsilon_at = functools.cache(epsilon_at)
-    if epsilon_at(high) <= target:
-        return high
-    if not epsilon_at(low) <= target:
-        raise CalibrationError(f"{failure} epsilon {target:g}")
-    return _close_in(epsilon_at, target, low, high)
-
-
-def _close_in(
-    epsilon_at: Callable[[float], float], target: float, inside: float, outside: float
-) -> float:
-    """A place with ε <= target, within a relative precision of one with more.
-
-    By Brent's method, which brackets, on log ε against the logarithm of the place: ε takes its
-    time, and is nearly a power of noise, rate and blankets.
-    """
-    log_inside, log_outside = math.log(inside), math.log(outside)
-    good = [inside]
-
-    def excess(log_place: float) -> float:
-        place = math.exp(log_place)
-        if log_place in (log_inside, log_outside):  # exactly, which exp is not
-            place = inside if log_place == log_inside else outside
-        epsilon = epsilon_at(place)
-        if epsilon <= target:
-            good.append(place)
-        return max(min(math.log(max(epsilon, 1e-300) / target), 50.0), -50.0)
-
-    if log_inside != log_outside:
-        scipy.optimize.brentq(excess, log_inside, log_outside, xtol=_PRECISION)
-    return min(good, key=lambda place: abs(math.log(place / outside)))

@@ -33,8 +33,9 @@ class PrivacyPlan(Plan):
         """Returns what one round releases of the fewest users who may be present."""
         if self.mixing == "sum":
             coins = protocol.CheckIn(self.check_in_rate)
-            about = self.least_present, coins, self.mechanism
-            return protocol.Summed(*about, central_noise=self.central_noise)
+            return protocol.Summed(
+                self.least_present, coins, self.mechanism, central_noise=self.central_noise
+            )
         participation: protocol.CheckIn | protocol.Allocation
         if self.participation == "allocation":
             participation = protocol.Allocation(self.every)

@@ -5,30 +5,44 @@ if it does not price all of them, `round_kinds`, `participations` and `mechanism
 and its name in `protocol.plan_fields.AccountantName`.
 """
 
-from shufl.accounting import adjacency as adjacency_lib
-from shufl.accounting.accountants.base import ShuffleAccountant
-from shufl.accounting.accountants.blanket import BlanketAccountant
-from shufl.accounting.accountants.crowd import CrowdAccountant
-from shufl.accounting.accountants.local import LocalAccountant
-from shufl.accounting.accountants.pld import PldAccountant
-from shufl.accounting.accountants.renyi import CheckInRdpAccountant, Theorem3Accountant
-from shufl.accounting.accountants.sums import SumCentralAccountant, SumDistributedAccountant
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Mapping
+
+from shufl.accounting.accountants.base import ShuffleAccountant, relation_of
 from shufl.protocol import validation
 from shufl.protocol.events import Allocation, Shuffled, Summed
 
-ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
-    cls.name: cls
-    for cls in (
-        Theorem3Accountant,
-        CheckInRdpAccountant,
-        PldAccountant,
-        BlanketAccountant,
-        CrowdAccountant,
-        SumDistributedAccountant,
-        SumCentralAccountant,
-        LocalAccountant,
-    )
+_CLASSES = {
+    "theorem3": "renyi:Theorem3Accountant",
+    "rdp": "renyi:CheckInRdpAccountant",
+    "pld": "pld:PldAccountant",
+    "blanket": "blanket:BlanketAccountant",
+    "crowd": "crowd:CrowdAccountant",
+    "sum-distributed": "sums:SumDistributedAccountant",
+    "sum-central": "sums:SumCentralAccountant",
+    "local": "local:LocalAccountant",
 }
+
+
+class _Accountants(Mapping[str, type[ShuffleAccountant]]):
+    """Imports the module of a class when the class is first asked for: each takes its time."""
+
+    def __getitem__(self, name: str) -> type[ShuffleAccountant]:
+        where = f"shufl.accounting.accountants.{_CLASSES[name]}"
+        accountant: type[ShuffleAccountant] = pkgutil.resolve_name(where)
+        return accountant
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_CLASSES)
+
+    def __len__(self) -> int:
+        return len(_CLASSES)
+
+
+ACCOUNTANTS: Mapping[str, type[ShuffleAccountant]] = _Accountants()
+"""The classes of all accountants by name; a class is imported when it is first looked up."""
 
 
 def accountants_for(event: Shuffled) -> tuple[str, ...]:
@@ -47,7 +61,8 @@ def check_accountant(name: str, event: Shuffled) -> str:
     Raises:
         ValueError: An unknown accountant, or one that does not price it; names those that do.
     """
-    validation.choice("accountant", name, tuple(ACCOUNTANTS))
+    if make_accountant(name).supports(event):
+        return name
     if isinstance(event, Summed):
         return validation.choice("accountant of sums", name, accountants_for(event))
     blankets = "with" if event.blankets else "without"
@@ -63,4 +78,4 @@ def make_accountant(name: str, adjacency: str = "replace") -> ShuffleAccountant:
         ValueError: An unknown name or adjacency.
     """
     validation.choice("accountant", name, tuple(ACCOUNTANTS))
-    return ACCOUNTANTS[name](adjacency_lib.relation_of(adjacency))
+    return ACCOUNTANTS[name](relation_of(adjacency))

@@ -5,29 +5,28 @@ from collections.abc import Callable
 
 from shufl.accounting.accountants.base import usual_errors
 from shufl.accounting.calibration import (
-    LEAST_BLANKETS,
-    MOST_ROUNDS,
     CalibrationError,
-    largest_local_epsilon,
-    largest_rate,
-    least_blankets,
     least_error_blankets,
     least_error_response,
-    least_noise,
     most_rounds,
+    nearest,
+    range_of,
 )
 from shufl.accounting.plan import OpenPlan, PrivacyPlan
 from shufl.accounting.registry import ACCOUNTANTS, check_accountant
-from shufl.protocol.mechanisms import MECHANISMS, RandomisedResponse
+from shufl.protocol.mechanisms import MECHANISMS
 from shufl.protocol.text import rounded_up
 
 _LOG = logging.getLogger(__name__)
-_NOISE, _LOCAL, _BLANKETS = "noise_multiplier", "local_epsilon", "shuffler_blankets"
+_BLANKETS = "shuffler_blankets"
 _ANY = {
-    **{_NOISE: 2.0, _LOCAL: 1.0, _BLANKETS: 1.0, "rounds": 1, "check_in_rate": 1.0},
+    "noise_multiplier": 2.0,
     "central_noise": 1.0,
+    "local_epsilon": 1.0,
+    _BLANKETS: 1.0,
+    "check_in_rate": 1.0,
+    "rounds": 1,
 }
-_LEAST_OF_SUMS = 1e-6  # of all users' noises, which hide a user together
 _USED_UP = 0.99  # of the target: a search that could go on comes nearer
 
 
@@ -107,30 +106,20 @@ def _found(
     plan: OpenPlan, some: PrivacyPlan, epsilon_at: Callable[..., float]
 ) -> tuple[float, ...]:
     """The open values, in their order; `some` has any in their places."""
-    target, users, rate = some.target_epsilon, some.least_present, some.check_in_rate
-    kind = MECHANISMS.get(plan.mechanism)
+    target, reports = some.target_epsilon, some.least_present * some.check_in_rate
     match plan.open:
         case ():
             return ()
-        case ("noise_multiplier",) if kind:
-            if plan.central_noise and epsilon_at(0.0) <= target:
-                return (0.0,)
-            least = _LEAST_OF_SUMS if plan.mixing == "sum" else kind.least_noise
-            return (least_noise(epsilon_at, target, least),)
-        case ("central_noise",):
-            return (least_noise(epsilon_at, target, _LEAST_OF_SUMS),)
-        case ("local_epsilon",):
-            return (largest_local_epsilon(epsilon_at, target),)
         case ("rounds",):
             return (most_rounds(epsilon_at, target),)
-        case ("check_in_rate",):
-            return (largest_rate(epsilon_at, target, users),)
-        case ("shuffler_blankets",):
-            return (least_blankets(epsilon_at, target),)
-        case ("noise_multiplier", "shuffler_blankets") if kind:
-            return least_error_blankets(epsilon_at, target, users, rate, kind)
+        case (name,):
+            if name == "noise_multiplier" and plan.central_noise and epsilon_at(0.0) <= target:
+                return (0.0,)
+            return (nearest(epsilon_at, target, range_of(name, some)),)
+        case ("noise_multiplier", "shuffler_blankets"):
+            return least_error_blankets(epsilon_at, target, reports, MECHANISMS[plan.mechanism])
         case ("local_epsilon", "shuffler_blankets") if plan.categories:
-            return least_error_response(epsilon_at, target, users * rate, plan.categories)
+            return least_error_response(epsilon_at, target, reports, plan.categories)
     raise ValueError(f"{' and '.join(plan.open)} cannot be found together: give all but one")
 
 
@@ -140,17 +129,8 @@ def unused_note(asked: OpenPlan, found: PrivacyPlan) -> str | None:
     `found` is what `calibrate` made of the plan that was `asked` for.
     """
     values = dict(found) | dict(found.mechanism)
-    of_sums = found.mixing == "sum"
-    least = _LEAST_OF_SUMS if of_sums else getattr(found.mechanism, "least_noise", None)
-    edges = {
-        _NOISE: least,
-        "central_noise": _LEAST_OF_SUMS,
-        "rounds": MOST_ROUNDS,
-        _LOCAL: RandomisedResponse.most_epsilon,
-        "check_in_rate": 1.0,
-        _BLANKETS: LEAST_BLANKETS,
-    }
-    ends = [f"{name} = {edges[name]:.7g}" for name in asked.open if values[name] == edges[name]]
+    edges = {name: range_of(name, found).costly for name in asked.open}
+    ends = [f"{name} = {edge:.7g}" for name, edge in edges.items() if values[name] == edge]
     if not ends or (epsilon := found.epsilon()) >= _USED_UP * found.target_epsilon:
         return None
     return (

@@ -14,8 +14,8 @@ import numpy as np
 from rich.table import Table
 
 from shufl import accounting
+from shufl.accounting import ADJACENCIES
 from shufl.accounting.accountants.base import ShuffleAccountant
-from shufl.accounting.adjacency import ADJACENCIES
 from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
 from shufl.protocol.console import Console
 

@@ -36,9 +36,14 @@ from other_bounds import (
 from shufl.accounting import CrowdAccountant, PldAccountant, adjacency
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.renyi import epsilon_from_rdp
-from shufl.accounting.peers.comparisons import composed_epsilon
-from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
-from shufl.accounting.peers.signs import blanket_share, clones_delta, randomised_response_delta
+from shufl.accounting.peers.comparisons import (
+    blanket_share,
+    clones_delta,
+    composed_epsilon,
+    girgis_rdp,
+    girgis_subsampled_rdp,
+    randomised_response_delta,
+)
 from shufl.protocol import CheckIn, GaussianMechanism, RandomisedResponse, Shuffled
 from shufl.results.plots import draw
 

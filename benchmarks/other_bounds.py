@@ -7,8 +7,9 @@ import numpy.typing as npt
 from scipy import special, stats
 
 from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.moments import log_expm1
 from shufl.accounting.numerics.sign_sum import ROUND_UP, sign_mean_calls
-from shufl.accounting.peers.girgis import log_binomial, log_expm1, over_clones
+from shufl.accounting.peers.comparisons import log_binomial, over_clones
 
 _DEVIATIONS = 13.0
 _AT_ONCE = 2**21  # entries of a table

@@ -91,7 +91,7 @@ def priced(head: str, rounds: list[int], curves: dict[str, list[float | None]]) 
 
 def table_1() -> str:
     compositions = list(range(1, 8))
-    bound = renyi.shuffled_gaussian(USERS, SIGMA, LARGEST_ORDER)
+    bound = renyi.forward_moments(USERS, USERS, 1.0, SIGMA, LARGEST_ORDER)
     rdp = renyi.rdp_from_log_moments(bound)
     orders = np.arange(2, LARGEST_ORDER + 1)
     ours = epsilons(1.0, SIGMA, compositions)

@@ -239,8 +239,9 @@ class Plan(Checked):
             ConfigError: One line.
         """
         if self.mixing == "sum":
-            noise = self.mechanism.noise_multiplier, self.central_noise
-            check_sums(self.longest_sum(self.users, dimension), *noise, of_node, dimension)
+            own, central = self.mechanism.noise_multiplier, self.central_noise
+            longest = self.longest_sum(self.users, dimension)
+            check_sums(longest, own, central, of_node, dimension)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

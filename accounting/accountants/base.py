@@ -8,13 +8,56 @@ import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation, dp_event
 
-from shufl.accounting import adjacency
 from shufl.protocol import validation
 from shufl.protocol.events import CheckIn, FixedSize, Shuffled
 from shufl.protocol.mechanisms import GaussianMechanism
 
+# Reports are clipped to norm C and carry noise of standard deviation zC. Under `replace` one user's
+# record becomes any other: two clipped reports differ by up to 2C, so σ = z/2. Under `zero-out` one
+# user's report becomes the clipped zero vector: they differ by up to C, so σ = z.
+ADJACENCIES: dict[str, NeighboringRelation] = {
+    "replace": NeighboringRelation.REPLACE_ONE,
+    "zero-out": NeighboringRelation.REPLACE_SPECIAL,
+}
+
+_SENSITIVITY_IN_CLIP_NORMS: dict[NeighboringRelation, float] = {
+    NeighboringRelation.REPLACE_ONE: 2.0,
+    NeighboringRelation.REPLACE_SPECIAL: 1.0,
+}
+
 # How dp_accounting's own event for a release without any protection is priced.
 UNPROTECTED = Shuffled(1, CheckIn(1.0), GaussianMechanism(noise_multiplier=0.0))
+
+
+def relation_of(adjacency: str) -> NeighboringRelation:
+    """Returns the neighbouring relation of an adjacency's name.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    return ADJACENCIES[validation.choice("adjacency", adjacency, tuple(ADJACENCIES))]
+
+
+def effective_sigma(noise_multiplier: float, relation: NeighboringRelation) -> float:
+    """Returns σ = zC/Δ, the noise in units of the sensitivity of one report.
+
+    Raises:
+        ValueError: ADD_OR_REMOVE_ONE. With a shuffler the number of reports is public, so adding or
+            removing a user is not a change this mechanism hides.
+    """
+    if relation not in _SENSITIVITY_IN_CLIP_NORMS:
+        name = getattr(relation, "name", relation)
+        raise ValueError(
+            "neighbouring relation must be REPLACE_ONE ('replace') or REPLACE_SPECIAL "
+            f"('zero-out'), got {name}"
+        )
+    return noise_multiplier / _SENSITIVITY_IN_CLIP_NORMS[relation]
+
+
+def gaussian_noise(event: Shuffled) -> float:
+    """Returns z of a Gaussian report; 0 of another, which no Gaussian bounds."""
+    mechanism = event.mechanism
+    return mechanism.noise_multiplier if isinstance(mechanism, GaussianMechanism) else 0.0
 
 
 def usual_errors() -> np.errstate:
@@ -54,7 +97,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
     ) -> None:
-        adjacency.effective_sigma(1.0, neighboring_relation)  # refuses ADD_OR_REMOVE_ONE
+        effective_sigma(1.0, neighboring_relation)  # refuses ADD_OR_REMOVE_ONE
         super().__init__(neighboring_relation)
         self._rounds: dict[Shuffled, int] = {}  # how often each took place
 
@@ -64,7 +107,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             if (refusal := self._refusal(leaf)) is not None:
                 return self.CompositionErrorDetails(invalid_event=leaf, error_message=refusal)
         if do_compose:
-            self._rounds = _added(self._rounds, leaves)
+            self._rounds = added(self._rounds, leaves)
         return None
 
     @property
@@ -86,10 +129,8 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         return f"{self.name} prices {kinds} rounds of {', '.join(names)} only"
 
     def _sigma(self, event: Shuffled) -> float:
-        """σ of a Gaussian report; 0 of another, which no Gaussian bounds."""
-        mechanism = event.mechanism
-        noise = mechanism.noise_multiplier if isinstance(mechanism, GaussianMechanism) else 0.0
-        return adjacency.effective_sigma(noise, self.neighboring_relation)
+        """σ of a Gaussian report; 0 of another."""
+        return effective_sigma(gaussian_noise(event), self.neighboring_relation)
 
     @abc.abstractmethod
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
@@ -130,7 +171,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             raise dp_accounting.UnsupportedEventError(
                 f"{error.error_message}, got {error.invalid_event!r}"
             )
-        rounds = _added(self._rounds, _leaves_of(event, count))
+        rounds = added(self._rounds, _leaves_of(event, count))
         return self._epsilon(_composed(rounds), checked_delta(delta))
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
@@ -153,9 +194,7 @@ def checked_delta(delta: float) -> float:
     return delta
 
 
-def _added(
-    counts: dict[Shuffled, int], more: Iterable[tuple[Shuffled, int]]
-) -> dict[Shuffled, int]:
+def added(counts: dict[Shuffled, int], more: Iterable[tuple[Shuffled, int]]) -> dict[Shuffled, int]:
     """Returns the sum of how often each event took place."""
     total = dict(counts)
     for event, count in more:
@@ -166,7 +205,7 @@ def _added(
 
 def _composed(rounds: dict[Shuffled, int]) -> dict[Shuffled, int]:
     """Returns the rounds with blocks in place of those by `Allocation`."""
-    return _added({}, (event.composed(count) for event, count in rounds.items()))
+    return added({}, (event.composed(count) for event, count in rounds.items()))
 
 
 def _leaves_of(event: DpEvent, count: int) -> Iterator[tuple[Shuffled, int]]:
@@ -178,9 +217,7 @@ def _leaves_of(event: DpEvent, count: int) -> Iterator[tuple[Shuffled, int]]:
             yield from _leaves_of(part, count)
     elif isinstance(event, dp_event.NonPrivateDpEvent):
         yield UNPROTECTED, count
-    elif not isinstance(event, dp_event.NoOpDpEvent) and not _is_silent(event):
+    elif isinstance(event, Shuffled) and event.participation == FixedSize(0):
+        return  # nobody reports
+    elif not isinstance(event, dp_event.NoOpDpEvent):
         yield event, count
-
-
-def _is_silent(event: DpEvent) -> bool:
-    return isinstance(event, Shuffled) and event.participation == FixedSize(0)

@@ -19,15 +19,8 @@ from shufl.accounting.accountants.local import AmplifiedAccountant
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.jump_counts import PoissonCount
 from shufl.accounting.numerics.jump_sum import positive_part
-from shufl.accounting.numerics.lower_profile import LowerProfile
 from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
-from shufl.accounting.numerics.worst_pairs import (
-    LEAST_NOISE,
-    Pair,
-    lower_profile,
-    note_on,
-    upper_profile,
-)
+from shufl.accounting.numerics.worst_pairs import LEAST_NOISE, Pair, upper_profile
 from shufl.protocol.events import Allocation, CheckIn, Shuffled
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 
@@ -57,6 +50,7 @@ class BlanketAccountant(AmplifiedAccountant):
         "shuffler adds its blankets, and that the server gets nothing of the round but the "
         "shuffled reports"
     )
+    least_noise = LEAST_NOISE
     participations = (CheckIn, Allocation)
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
@@ -64,10 +58,6 @@ class BlanketAccountant(AmplifiedAccountant):
         if isinstance(event, Shuffled) and event != UNPROTECTED and event.blankets == 0.0:
             return "blanket prices rounds with shuffler blankets only"
         return super()._refusal(event)
-
-    def note(self, delta: float) -> str | None:
-        """See `ShuffleAccountant.note`."""
-        return note_on(self._noises()) or super().note(delta)
 
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         rate, relation = event.chance, self.neighboring_relation
@@ -78,22 +68,15 @@ class BlanketAccountant(AmplifiedAccountant):
         divergence = functools.partial(divergence_of, event)
         return upper_profile(divergence, rate, event.mechanism.noise_multiplier, relation, least)
 
-    def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
-        noise = event.mechanism.noise_multiplier
-        if not isinstance(event.mechanism, GaussianMechanism) or noise < LEAST_NOISE:
-            return None
-        divergence = functools.partial(divergence_of, event)
-        return lower_profile(divergence, noise, self.neighboring_relation)
 
-
-def divergence_of(event: Shuffled, alpha: float, pair: Pair, lower: bool = False) -> float:
-    """Returns an upper (or lower) bound of H_α for one direction of a pair.
+def divergence_of(event: Shuffled, alpha: float, pair: Pair) -> float:
+    """Returns an upper bound of H_α for one direction of a pair.
 
     α is at least 1; the event is a round of users who check in, with λ > 0 and z > 0.
     """
     rate, blankets = event.chance, min(event.blankets, _MOST)  # more hide more
     if blankets < _LEAST:
-        return 0.0 if lower else float(rate)
+        return float(rate)
     count = PoissonCount(blankets, -blankets / rate * (1.0 - rate) * (alpha - 1.0))
-    jumps = pair(1.0 / event.mechanism.noise_multiplier, alpha)
-    return float(rate / blankets) * positive_part(jumps, count, lower)
+    jumps = pair.jumps(1.0 / event.mechanism.noise_multiplier, alpha)
+    return float(rate / blankets) * positive_part(jumps, count)

@@ -39,7 +39,7 @@ from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_part
 from shufl.accounting.numerics.sign_pairs import Response, among_reports, sign_profile
 from shufl.accounting.numerics.swap_bound import SwapBound
-from shufl.accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
+from shufl.accounting.numerics.worst_pairs import LEAST_NOISE, Pair, apart, pairs_of, upper_profile
 from shufl.protocol.events import FixedSize, Shuffled
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 
@@ -77,11 +77,8 @@ class CrowdAccountant(AmplifiedAccountant):
         "their coins and add their noise every round, and that the server gets nothing of the "
         "round but the shuffled reports"
     )
+    least_noise = LEAST_NOISE
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
-
-    def note(self, delta: float) -> str | None:
-        """See `ShuffleAccountant.note`."""
-        return note_on(self._noises()) or super().note(delta)
 
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         crowd = crowd_of(event)
@@ -95,7 +92,7 @@ class CrowdAccountant(AmplifiedAccountant):
         pairs = pairs_of(self.neighboring_relation)
         searches = {pair: _Search(crowd, pair, least) for pair in pairs}
 
-        def divergence(alpha: float, pair: Pair, lower: bool) -> float:
+        def divergence(alpha: float, pair: Pair) -> float:
             value = searches[pair].divergence(alpha)
             alone = crowd.rate * math.exp(float(log_gaussian_delta(shift, math.log(alpha))))
             return alone if value > _AS_ALONE * alone else value
@@ -138,7 +135,7 @@ class Crowd(NamedTuple):
     def share(self, defect: float) -> float:
         """β at which the others' reports are blankets up to η in total variation."""
         target = math.log(defect) - math.log(max(self.others, 1e-300))
-        return math.exp(-least_loss(1.0 / self.noise, min(target, 0.0)))
+        return math.exp(-least_loss(1.0 / self.noise, min(target, 0.0), 1.0))
 
     def by_blankets(self, alpha: float, pair: Pair, lost: float) -> float:
         """Upper bound of H_α that gives up α `lost`."""
@@ -148,7 +145,7 @@ class Crowd(NamedTuple):
         count = TermsCount(
             self.terms, self.coins * share, 1.0 - self.coins, step, -step * self.absent
         )
-        hidden = positive_part(pair(1.0 / self.noise, alpha), count) / (self.users * share)
+        hidden = positive_part(pair.jumps(1.0 / self.noise, alpha), count) / (self.users * share)
         return hidden + alpha * lost
 
 
@@ -168,12 +165,8 @@ class _Search:
     def __init__(self, crowd: Crowd, pair: Pair, least: float) -> None:
         bounds = [crowd.by_blankets]
         if crowd.terms == crowd.users:  # users report independently of each other
-            larger = (each for each in _LARGER if each * crowd.rate <= 1.0)
-            bounds = [
-                crowd.by_swaps,
-                *bounds,
-                *(crowd.at(each * crowd.rate).by_swaps for each in larger),
-            ]
+            rates = [each * crowd.rate for each in _LARGER if each * crowd.rate <= 1.0]
+            bounds = [crowd.by_swaps, *bounds, *(crowd.at(rate).by_swaps for rate in rates)]
         self._ladders = [_Ladder(bound, pair, crowd.rate, least) for bound in bounds]
         self._negligible = _FURTHER * least
         # H_α does not rise in α: what bounded it before still does.

@@ -1,15 +1,21 @@
 """The accountant without a shuffler: what remains if it colludes with the server."""
 
 import math
+from typing import ClassVar
 
 import attrs
 import numpy as np
 
+from shufl.accounting.accountants.base import added, gaussian_noise
 from shufl.accounting.accountants.profile import ProfileShuffleAccountant
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
+from shufl.accounting.numerics.gaussian import (
+    gaussian_epsilon,
+    gaussian_losses,
+    log_gaussian_delta,
+    subsampled_profile,
+)
 from shufl.accounting.numerics.sign_pairs import Response, sign_profile
-from shufl.accounting.numerics.subsampled import subsampled_profile
 from shufl.protocol.events import Allocation, CheckIn, FixedSize, Shuffled, Summed
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from shufl.protocol.text import rounded_up
@@ -99,11 +105,9 @@ class LocalAccountant(ProfileShuffleAccountant):
         """See `ShuffleAccountant.note`: also ε of the unluckiest coins."""
         if any(isinstance(event, Summed) for event in self._counts):  # nobody sees their coins
             return super().note(delta)
-        always: dict[Shuffled, int] = {}
-        for event, count in self._counts.items():
-            certain = attrs.evolve(event, participation=CheckIn(1.0))
-            always[certain] = always.get(certain, 0) + count
-        most = self._epsilon(always, delta)
+        certain = CheckIn(1.0)
+        always = ((attrs.evolve(e, participation=certain), c) for e, c in self._counts.items())
+        most = self._epsilon(added({}, always), delta)
         if most == math.inf or all(_own_rate(event) == 1.0 for event in self._counts):
             return super().note(delta)
         return f"{rounded_up(most)} for a user whose coins all say yes"
@@ -113,7 +117,12 @@ class AmplifiedAccountant(ProfileShuffleAccountant):
     """Base of the accountants that count on a shuffler: none of them states more than `local`.
 
     Where shuffling hides nearly nothing, composition on a grid states a little more.
+
+    Attributes:
+        least_noise: With Gaussian noise multipliers below it no other report is counted on.
     """
+
+    least_noise: ClassVar[float] = 0.0
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
         alone, found = LocalAccountant(self.neighboring_relation), super()._epsilon(counts, delta)
@@ -124,6 +133,14 @@ class AmplifiedAccountant(ProfileShuffleAccountant):
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
         alone = LocalAccountant(self.neighboring_relation)
         return min(super()._delta(counts, epsilon), alone._delta(counts, epsilon))
+
+    def note(self, delta: float) -> str | None:
+        """See `ShuffleAccountant.note`."""
+        if any(0.0 < gaussian_noise(event) < self.least_noise for event in self._counts):
+            return (
+                f"with noise multipliers below {self.least_noise:g} no other report is counted on"
+            )
+        return super().note(delta)
 
 
 def _own_rate(event: Shuffled) -> float:

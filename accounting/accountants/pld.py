@@ -9,7 +9,9 @@ functions of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W
 `numerics.graded_law` bounds them from both sides.
 """
 
+import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
@@ -20,7 +22,7 @@ from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.graded_law import BoundedLaw, law_of_sum
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, USUAL_LEAST
-from shufl.accounting.numerics.lower_profile import LowerProfile
+from shufl.accounting.numerics.lower_profile import LowerProfile, epsilon_from_below
 from shufl.accounting.numerics.summand import Summand
 from shufl.protocol.events import CheckIn, FixedSize, Shuffled
 
@@ -67,10 +69,21 @@ class PldAccountant(AmplifiedAccountant):
             return f"noise below {LEAST_SIGMA:g} of the sensitivity is priced as if unshuffled"
         return super().note(delta)
 
-    def _lower_profile(self, event: Shuffled) -> LowerProfile | None:
-        if event.blankets:
+    def epsilon_lower_bound(self, target_delta: float) -> float | None:
+        """Returns a lower bound of the homogeneous pair's ε; None for rounds with blankets.
+
+        No accountant of the same pair, and none that holds for every pair on the same assumptions,
+        can be below. It takes one direction, where `get_epsilon` takes the larger of both. 0 where
+        δ is too small for the Fourier transform it is computed with, below about 1e-14 for each
+        round.
+        """
+        events, counts = tuple(self._counts), tuple(self._counts.values())
+        if not events or not self._are_private(events):
+            return 0.0  # without noise δ may still be small: by the coins
+        if any(event.blankets for event in events):
             return None  # blankets hide more than is counted on here
-        return _lower_profile(event, self._sigma(event))
+        profiles = [_lower_profile(event, self._sigma(event)) for event in events]
+        return epsilon_from_below(profiles, counts, self._prices.mesh(events, counts), target_delta)
 
 
 def _law_of(event: Shuffled, sigma: float, lower: bool, least: float = USUAL_LEAST) -> BoundedLaw:
@@ -94,20 +107,22 @@ def round_profile(
     # More summands, more privacy (section 1): one alone bounds both. Its exact values serve where
     # the grid is too coarse for a ratio near 0, which only few reports can have.
     coins = isinstance(event.participation, CheckIn)
-    one = (event.chance, 1.0, sigma) if coins else (1.0, event.chance, sigma)
+    one = _Single(event.chance, 1.0, sigma) if coins else _Single(1.0, event.chance, sigma)
     if sigma < LEAST_SIGMA:
         epsilons = gaussian_losses(1.0 / sigma, least)
-        return epsilons, _one_forward(*one, epsilons), _one_reverse(*one, epsilons)
+        return epsilons, one.forward(epsilons), one.reverse(epsilons)
     law = _law_of(event, sigma, lower=False, least=least)
     epsilons = _losses(law, event.users)
     forward = law.call(event.users * np.expm1(epsilons)) / event.users
     reverse = np.exp(epsilons) * law.put(event.users * np.expm1(-epsilons)) / event.users
-    forward = np.minimum(forward, _one_forward(*one, epsilons))
-    reverse = np.minimum(reverse, _one_reverse(*one, epsilons))
+    forward = np.minimum(forward, one.forward(epsilons))
+    reverse = np.minimum(reverse, one.reverse(epsilons))
     return epsilons, forward, np.minimum(reverse, _all_low(event, sigma, epsilons))
 
 
+@functools.lru_cache(maxsize=64)
 def _lower_profile(event: Shuffled, sigma: float) -> LowerProfile:
+    """A lower bound of the profile of P against Q."""
     if sigma < LEAST_SIGMA:
         return LowerProfile(np.zeros(1), np.zeros(1))
     law = _law_of(event, sigma, lower=True)
@@ -158,24 +173,27 @@ def _all_low(event: Shuffled, sigma: float, epsilons: FloatArray) -> FloatArray:
     with np.errstate(divide="ignore"):
         places = sigma * np.log(np.maximum(below, 0.0)) + 0.5 / sigma
     chances = rate * special.ndtr(places) + (1.0 - rate) * (below > 1.0)
-    values: FloatArray = np.minimum(chances, 1.0) ** terms * (1.0 + 1e-13 * terms)
-    return values
+    return np.asarray(np.minimum(chances, 1.0) ** terms * (1.0 + 1e-13 * terms))
 
 
-def _one_forward(chance: float, share: float, sigma: float, epsilons: FloatArray) -> FloatArray:
-    """`E[(1 + share Z - e^ε)_+]` for a single Z, which is Y - 1 with this chance."""
-    strike = np.log1p(np.minimum(np.expm1(epsilons) / share, 1e300))
-    call = np.exp(log_gaussian_delta(1.0 / sigma, strike))
-    values: FloatArray = chance * share * call
-    return values
+class _Single(NamedTuple):
+    """`1 + share Z` for a single Z, which is Y - 1 with this chance."""
 
+    chance: float
+    share: float
+    sigma: float
 
-def _one_reverse(chance: float, share: float, sigma: float, epsilons: FloatArray) -> FloatArray:
-    """`E[(1 - e^ε (1 + share Z))_+]` for a single Z, which is Y - 1 with this chance."""
-    strike = 1.0 + np.expm1(-epsilons) / share
-    reached = strike > 0.0
-    # E[(k - Y)_+] = k E[(Y - 1/k)_+]: Y and its reciprocal are each other's image.
-    loss = -np.log(np.where(reached, strike, 1.0))
-    put = np.where(reached, strike * np.exp(log_gaussian_delta(1.0 / sigma, loss)), 0.0)
-    values: FloatArray = np.exp(epsilons) * chance * share * put
-    return values
+    def forward(self, epsilons: FloatArray) -> FloatArray:
+        """`E[(1 + share Z - e^ε)_+]`."""
+        strike = np.log1p(np.minimum(np.expm1(epsilons) / self.share, 1e300))
+        call = np.exp(log_gaussian_delta(1.0 / self.sigma, strike))
+        return np.asarray(self.chance * self.share * call)
+
+    def reverse(self, epsilons: FloatArray) -> FloatArray:
+        """`E[(1 - e^ε (1 + share Z))_+]`."""
+        strike = 1.0 + np.expm1(-epsilons) / self.share
+        reached = strike > 0.0
+        # E[(k - Y)_+] = k E[(Y - 1/k)_+]: Y and its reciprocal are each other's image.
+        loss = -np.log(np.where(reached, strike, 1.0))
+        put = strike * np.exp(log_gaussian_delta(1.0 / self.sigma, loss))
+        return np.asarray(np.exp(epsilons) * self.chance * self.share * np.where(reached, put, 0.0))

@@ -3,13 +3,13 @@
 import abc
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from dp_accounting import NeighboringRelation
 
 from shufl.accounting.accountants.base import ShuffleAccountant, checked_delta
-from shufl.accounting.numerics import FloatArray, reverse_moments, theorem3
+from shufl.accounting.numerics import FloatArray, moments, reverse_moments, theorem3
 from shufl.accounting.numerics import renyi as rdp_bounds
 from shufl.protocol import validation
 from shufl.protocol.events import FixedSize, Shuffled
@@ -21,12 +21,12 @@ def _rdp_vector(
     accountant: "type[RdpShuffleAccountant]",
     event: Shuffled,
     sigma: float,
-    options: tuple[Any, ...],
+    max_order: int,
 ) -> FloatArray:
     """One event's ε(λ) for λ = 2..max_order, shared by all accountants of the process."""
-    result = rdp_bounds.rdp_from_log_moments(accountant.log_moments(event, sigma, *options))
-    if np.any(np.isnan(result)) or np.any(result < 0.0):
-        raise ArithmeticError(f"undefined Rényi divergence of {event!r}")
+    if not moments.is_representable(sigma, max_order):
+        return np.full(max_order - 1, np.inf)
+    result = rdp_bounds.rdp_from_log_moments(accountant.log_moments(event, sigma, max_order))
     result.setflags(write=False)
     return result
 
@@ -56,18 +56,15 @@ class RdpShuffleAccountant(ShuffleAccountant):
         """The composed ε(λ) at each order, shape (K,)."""
         return self._total(self._counts)
 
-    @staticmethod
+    @classmethod
     @abc.abstractmethod
-    def log_moments(event: Shuffled, sigma: float, max_order: int, *options: Any) -> FloatArray:
-        """Returns one event's `(λ - 1) ε(λ)`, shape (max_order + 1,)."""
-
-    def _options(self) -> tuple[Any, ...]:
-        return (self._max_order,)
+    def log_moments(cls, event: Shuffled, sigma: float, max_order: int) -> FloatArray:
+        """Returns one event's `(λ - 1) ε(λ)`, shape (max_order + 1,); σ is above 0."""
 
     def _total(self, counts: dict[Shuffled, int]) -> FloatArray:
         total = np.zeros_like(self._orders)
         for event, count in counts.items():
-            total += count * _rdp_vector(type(self), event, self._sigma(event), self._options())
+            total += count * _rdp_vector(type(self), event, self._sigma(event), self._max_order)
         return total
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
@@ -115,53 +112,46 @@ class Theorem3Accountant(RdpShuffleAccountant):
     )
     default_max_order = 256
 
-    def __init__(
-        self,
-        neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE,
-        max_order: int | None = None,
-        capped: bool = False,
-    ) -> None:
-        """If `capped`, no order costs more than Theorem 1's with all n users.
-
-        That bounds every check-in rate and every number of reports (docs/theory/gaussian.md,
-        section 3). It is not the published bound then: 0.214 in the published setting, not 9.618.
-        """
-        super().__init__(neighboring_relation, max_order)
-        self._capped = bool(capped)
-
-    def _options(self) -> tuple[Any, ...]:
-        return (self._max_order, self._capped)
-
     def note(self, delta: float) -> str | None:
         """See `ShuffleAccountant.note`: also where Theorem 1 alone would say less."""
         notes = super().note(delta)
-        if self._capped:
-            return notes
-        other = Theorem3Accountant(self.neighboring_relation, self._max_order, capped=True)
-        least = other._epsilon(self._counts, delta)
+        capped = CappedTheorem3Accountant(self.neighboring_relation, self._max_order)
+        least = capped._epsilon(self._counts, delta)
         if not least < 0.99 * self._epsilon(self._counts, delta):
             return notes
         text = "Theorem 1 with all n users, which bounds every check-in rate, gives "
         text += rounded_up(least)
         return f"{notes}; {text}" if notes else text
 
-    @staticmethod
-    def log_moments(event: Shuffled, sigma: float, max_order: int, *options: Any) -> FloatArray:
+    @classmethod
+    def log_moments(cls, event: Shuffled, sigma: float, max_order: int) -> FloatArray:
         """See `RdpShuffleAccountant.log_moments`."""
-        (capped,) = options
-        users, rate = event.users, event.chance
         exact = CheckInRdpAccountant.log_moments(event, sigma, max_order)
-        if rate == 1.0:
+        if event.chance == 1.0:
             return exact
+        return np.maximum(cls._printed(event, sigma, max_order), exact)
+
+    @staticmethod
+    def _printed(event: Shuffled, sigma: float, max_order: int) -> FloatArray:
+        """The bound of the theorem for such rounds."""
         if isinstance(event.participation, FixedSize):
             reports = event.participation.reports
-            bound = rdp_bounds.subsampled_shuffled_gaussian(rate, reports, sigma, max_order)
-        else:
-            bound = theorem3.shuffled_check_in_gaussian(users, rate, sigma, max_order)
-        if capped:
-            bound = np.minimum(bound, rdp_bounds.shuffled_gaussian(users, sigma, max_order))
-        floored: FloatArray = np.maximum(bound, exact)
-        return floored
+            return rdp_bounds.subsampled_shuffled_gaussian(event.chance, reports, sigma, max_order)
+        return theorem3.shuffled_check_in_gaussian(event.users, event.chance, sigma, max_order)
+
+
+class CappedTheorem3Accountant(Theorem3Accountant):
+    """No order costs more than Theorem 1's with all n users.
+
+    That bounds every check-in rate and every number of reports (docs/theory/gaussian.md, section
+    3). It is not the published bound then: 0.214 in the published setting, not 9.618.
+    """
+
+    @staticmethod
+    def _printed(event: Shuffled, sigma: float, max_order: int) -> FloatArray:
+        printed = Theorem3Accountant._printed(event, sigma, max_order)
+        everyone = rdp_bounds.forward_moments(event.users, event.users, 1.0, sigma, max_order)
+        return np.minimum(printed, everyone)
 
 
 class CheckInRdpAccountant(RdpShuffleAccountant):
@@ -180,15 +170,11 @@ class CheckInRdpAccountant(RdpShuffleAccountant):
     )
     default_max_order = 1024
 
-    @staticmethod
-    def log_moments(event: Shuffled, sigma: float, max_order: int, *options: Any) -> FloatArray:
+    @classmethod
+    def log_moments(cls, event: Shuffled, sigma: float, max_order: int) -> FloatArray:
         """See `RdpShuffleAccountant.log_moments`."""
         users, draws, rate = event.users, event.users, event.chance
-        if rate == 1.0:
-            forward = rdp_bounds.shuffled_gaussian(users, sigma, max_order)
-        elif isinstance(event.participation, FixedSize):
+        if isinstance(event.participation, FixedSize):
             draws, rate = event.participation.reports, 1.0
-            forward = rdp_bounds.fixed_size_shuffled_gaussian(users, draws, sigma, max_order)
-        else:
-            forward = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, max_order)
+        forward = rdp_bounds.forward_moments(users, draws, rate, sigma, max_order)
         return reverse_moments.larger_direction(forward, users, draws, rate, sigma)

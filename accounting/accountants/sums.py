@@ -9,7 +9,7 @@ import math
 
 from shufl.accounting.accountants.profile import ProfileShuffleAccountant
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.subsampled import subsampled_profile
+from shufl.accounting.numerics.gaussian import subsampled_profile
 from shufl.protocol.events import CheckIn, Shuffled, Summed
 from shufl.protocol.mechanisms import GaussianMechanism
 

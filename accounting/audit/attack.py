@@ -14,6 +14,7 @@ ValueError of one line.
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -22,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from shufl.accounting.accountants.base import ShuffleAccountant
-from shufl.accounting.adjacency import ADJACENCIES, relation_of
+from shufl.accounting.accountants.base import ADJACENCIES, ShuffleAccountant, relation_of
 from shufl.accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
 from shufl.accounting.numerics import FloatArray
 from shufl.protocol import validation
@@ -87,16 +87,15 @@ def clopper_pearson(
     return lower, np.where(k < trials, inside, 1.0)
 
 
-def _counts(scores: FloatArray, thresholds: FloatArray) -> npt.NDArray[np.int64]:
-    """How many scores lie above each threshold."""
-    return len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right")
-
-
 def _bounds(
     above: FloatArray, below: FloatArray, thresholds: FloatArray, error: float
 ) -> tuple[FloatArray, FloatArray]:
-    least, _ = clopper_pearson(_counts(above, thresholds), len(above), error / 2.0)
-    _, most = clopper_pearson(_counts(below, thresholds), len(below), error / 2.0)
+    """Of the share of scores above each threshold: the least in one world, the most in another."""
+    one, two = (
+        len(each) - np.searchsorted(np.sort(each), thresholds, "right") for each in (above, below)
+    )
+    least, _ = clopper_pearson(one, len(above), error / 2.0)
+    _, most = clopper_pearson(two, len(below), error / 2.0)
     return least, most
 
 
@@ -246,19 +245,19 @@ def check_claims(
     claims = [_claimed_delta(each, event, epsilon, placements) for each in accountants]
     generator = np.random.default_rng() if rng is None else rng
     each = 1.0 - (1.0 - confidence) / len(placements)
-    results = []
-    for item in placements:
-        at = make_placement(item, adjacency, event.users) if isinstance(item, str) else item
-        results.append(audit_round(event, adjacency, at, epsilon, samples, each, generator))
+    places = [
+        make_placement(item, adjacency, event.users) if isinstance(item, str) else item
+        for item in placements
+    ]
+    results = [
+        audit_round(event, adjacency, place, epsilon, samples, each, generator) for place in places
+    ]
     checks = []
     for accountant, claimed in zip(accountants, claims, strict=True):
-        own = tuple(
-            result
-            for item, result in zip(placements, results, strict=True)
-            if claims_something(type(accountant), item)
-        )
-        about = accountant.name, accountant.covers, accountant.holds_for, claimed
-        checks.append(ClaimCheck(*about, own))
+        claimed_at = [claims_something(type(accountant), place) for place in places]
+        own = tuple(itertools.compress(results, claimed_at))
+        name, covers, holds_for = accountant.name, accountant.covers, accountant.holds_for
+        checks.append(ClaimCheck(name, covers, holds_for, claimed, own))
     return checks
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shufl.accounting import adjacency as adjacency_lib
+from shufl.accounting.accountants.base import relation_of
 from shufl.accounting.numerics import FloatArray
 from shufl.protocol import validation
 from shufl.protocol.events import FixedSize, Shuffled, Summed
@@ -22,8 +22,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 PLACEMENTS = ("homogeneous", "antipodal", "opposite", "equilateral", "absent")
 
-_MOST_EXACT_WORK = 40_000  # multiplications for one exact likelihood ratio
-_BATCH_NUMBERS = 2_000_000
+_BATCH_NUMBERS = 125_000  # these fit into a cache
 _LENGTH_SLACK = 1e-9
 _LARGEST_SCORE = 1e6
 
@@ -84,7 +83,7 @@ def make_placement(name: str, adjacency: str, users: int) -> Placement:
       take away, the likelihood ratio is the same.
     """
     validation.choice("placement", name, PLACEMENTS)
-    adjacency_lib.relation_of(adjacency)
+    relation_of(adjacency)
     count = validation.integer("users", users, 1) - 1
     corners = np.array([[math.cos(a), math.sin(a)] for a in (0.0, math.tau / 3, -math.tau / 3)])
     if name == "equilateral":
@@ -105,8 +104,9 @@ def make_placement(name: str, adjacency: str, users: int) -> Placement:
 class AttackedRound:
     """One round of an event at a placement: draws under D and D′, and a score for telling them.
 
-    The score is the logarithm of the likelihood ratio of the unordered reports where that can be
-    computed (`exact`), and otherwise a sum over the reports that is close to it for many users.
+    The score is the logarithm of the likelihood ratio of the unordered reports where user 1's lies
+    among others of one law (`exact`), and otherwise a sum over the reports that is close to it for
+    many users.
     """
 
     def __init__(self, event: Shuffled, placement: Placement) -> None:
@@ -128,20 +128,12 @@ class AttackedRound:
                 self._rate, self._drawn = 1.0, event.participation.reports
         self._blankets = event.blankets
         self._held, self._sizes = np.unique(placement.others, axis=0, return_counts=True)
-        if not self._blankets:  # the largest group last: it needs no state
-            order = np.argsort(self._sizes, kind="stable")
-            self._held, self._sizes = self._held[order], self._sizes[order]
-        groups, rows = len(self._sizes), math.ceil(placement.users + self._blankets)
-        counted = self._sizes if self._blankets else self._sizes[:-1]
-        self._shape = tuple(int(size) + 1 for size in counted)
-        states = math.prod(self._shape)
-        lone = placement.users == 1
-        self.exact = lone or 3 * rows * states * (groups + 1) <= _MOST_EXACT_WORK
-        numbers = _BATCH_NUMBERS if self.exact else _BATCH_NUMBERS // 16  # these fit into a cache
-        widest = max(1 if lone or not self.exact else 3 * states, groups + 3, placement.first.size)
-        self._batch = max(1, int(numbers // (rows * widest)))
+        groups = len(self._sizes)
+        self.exact = groups + (self._blankets > 0.0) <= 1
         ends = np.stack([placement.first, placement.second, 0.0 * placement.first])
         self._points = np.concatenate([self._held, ends])
+        rows, widest = math.ceil(placement.users + self._blankets), max(groups + 3, ends.shape[1])
+        self._batch = max(1, _BATCH_NUMBERS // (rows * widest))
 
     def scores(self, first: bool, samples: int, rng: np.random.Generator) -> FloatArray:
         """Returns the scores of independent rounds under D (`first`) or D′, shape (samples,)."""
@@ -183,11 +175,7 @@ class AttackedRound:
         """
         y = np.asarray(reports, np.float64)
         there = np.ones(y.shape[:2], np.bool_) if present is None else np.asarray(present)
-        compute = self._sum_score
-        if self._placement.users == 1:
-            compute = self._lone_ratio
-        elif self.exact:
-            compute = self._log_ratio
+        compute = self._log_ratio if self.exact else self._sum_score
         with np.errstate(divide="ignore", invalid="ignore"):
             score = compute(y, there)
         return np.nan_to_num(score, nan=0.0, posinf=_LARGEST_SCORE, neginf=-_LARGEST_SCORE)
@@ -199,61 +187,22 @@ class AttackedRound:
         logs /= self._noise**2
         return np.asarray(logs, np.float64)
 
-    def _lone_ratio(self, y: FloatArray, present: BoolArray) -> FloatArray:
-        """log P/Q of user 1's report among blankets.
-
-        With E(x, y) the density over a blanket's, M ~ Poisson(λ):
-        `P/Q = (λ(1-γ) + γ Σ_i E(x, y_i)) / (λ(1-γ) + γ Σ_i E(x′, y_i))`; without a report, 1.
-        """
-        away = np.log(self._blankets * (1.0 - self._rate))
-        sides = []
-        for log in self._log_densities(y, self._points[-3:-1]):
-            heard = np.logaddexp.reduce(np.where(present, log, -np.inf), axis=1)
-            sides.append(np.logaddexp(away, np.log(self._rate) + heard))
-        return np.asarray(sides[0] - sides[1], np.float64)
-
     def _log_ratio(self, y: FloatArray, present: BoolArray) -> FloatArray:
-        """log P/Q: both are sums over all ways to give the reports to different users.
+        """log P/Q of user 1's report among others of one law: blankets, or users at one place.
 
-        The sum (a permanent where everyone reports) runs over the reports. The state is how many
-        users of each group have a report already, and whether user 1 has: not, with its density
-        under D, or with that under D′. How many of the last group have follows from the rest,
-        unless there are blankets, to which any number of reports may be given.
+        With E(x, y) the density over theirs, `P/Q = (a + Σ_i E(x, y_i)) / (a + Σ_i E(x′, y_i))`.
+        Of k reports of n users a = n - k, since each of them is user 1's with chance 1/n; among
+        M ~ Poisson(λ) blankets a = λ(1-γ)/γ. Alone, and without a report, the ratio is 1.
         """
-        samples, rows = present.shape
-        logs = self._log_densities(y, self._points)  # the others' groups, first, second, a blanket
-        values = np.exp(logs - logs[: None if self._blankets else -1].max(axis=0))
-        shape, sizes, rate = self._shape, self._sizes, self._rate
-        used = np.indices(shape) if shape else np.zeros((0,), np.int64)
-        mine = np.array([0, 1, 1]).reshape((3,) + (1,) * len(shape))
-        elsewhere = mine + (used.sum(axis=0) if shape else 0)
-        state = np.zeros((samples, 3, *shape))
-        state.reshape(samples, 3, -1)[:, 0, 0] = 1.0  # nobody has a report yet
-        seen = np.zeros(samples, np.int64)
-        scale = rate / (self._placement.users + self._blankets)
-
-        def each(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return values.reshape((samples, 1) + (1,) * len(shape))
-
-        for j in range(rows):
-            if self._blankets:
-                new = state * each(values[-1, :, j]) * (self._blankets * scale / rate)
-            else:
-                left = (sizes[-1] - (each(seen) - elsewhere)) * scale
-                new = state * left * each(values[len(shape), :, j])
-            for group, size in enumerate(sizes[: len(shape)]):
-                rest = np.arange(size, 0, -1) * scale
-                source = np.moveaxis(state * each(values[group, :, j]), 2 + group, -1)
-                np.moveaxis(new, 2 + group, -1)[..., 1:] += source[..., :-1] * rest
-            new[:, 1] += state[:, 0] * each(values[-3, :, j])[:, 0] * scale
-            new[:, 2] += state[:, 0] * each(values[-2, :, j])[:, 0] * scale
-            state = np.where(each(present[:, j]), new, state)
-            state /= state.max(axis=tuple(range(1, state.ndim)), keepdims=True)
-            seen += present[:, j]
-        if self._blankets:  # the others have stayed away; without blankets as many in every state
-            state *= (1.0 - rate) ** (self._placement.users - elsewhere)
-        away, under_d, under_d2 = state.reshape(samples, 3, -1).sum(axis=2).T
-        return np.asarray(np.log(away + under_d) - np.log(away + under_d2), np.float64)
+        lone = self._placement.users == 1
+        away: Any = self._placement.users - present.sum(axis=1)
+        if lone:
+            away = self._blankets * (1.0 - self._rate) / self._rate
+        logs = self._log_densities(y, self._points)  # of the others, first, second, a blanket
+        own = logs[-3:-1] - (logs[-1] if lone else logs[0])
+        heard = np.logaddexp.reduce(np.where(present, own, -np.inf), axis=2)
+        first, second = np.logaddexp(np.log(away), heard)
+        return np.asarray(first - second, np.float64)
 
     def _sum_score(self, y: FloatArray, present: BoolArray) -> FloatArray:
         """Each report's log ratio as if each were drawn from all users and blankets alike."""

@@ -12,9 +12,10 @@ import numpy as np
 from scipy import special
 
 from shufl.accounting.numerics import FloatArray
+from shufl.accounting.numerics.gaussian import ROOT_TAU, panels, quadrature
 from shufl.accounting.numerics.jump_counts import Count
 
-_RULE = np.polynomial.legendre.leggauss(10)
+RULE = np.polynomial.legendre.leggauss(10)
 # A panel of t: its width in standard deviations, and over the scale 1/w of e^{wt}; and how far
 # e^{θx} may turn or grow from end to end. 10 nodes integrate that to 1e-14.
 _WIDEST, _STEEPEST = 0.7, 1.4
@@ -29,7 +30,6 @@ REACH, FARTHEST = 10.5, 23.5
 FAINT = -36.0  # exponent below which a part of the sum is a rounding error
 _DEVIATIONS = 5.0  # how far the rest of the sum may be below zero for a jump of the cap to lift it
 _GRID = 800  # points of t to search and to measure panels by
-ROOT_TAU = math.sqrt(2.0 * math.pi)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +78,14 @@ class CappedJump:
         low, high = -reach, float(t[last])
         self.ends = low, high
         self.cap = float(x[last])
-        t, weights = quadrature(panels(high, high + reach, self.widest))
+        t, weights = quadrature(panels(high, high + reach, self.widest), RULE)
         self.excess = float(np.sum(weights * (jumps.value(t) - self.cap)))
         self._rest = float(special.ndtr(-high))
         self._take(panels(low, high, self.widest))
 
     def _take(self, edges: FloatArray) -> None:
         """Takes nodes between these edges; the last of all is the cap."""
-        self.t, weights = quadrature(self._with_flat(edges))
+        self.t, weights = quadrature(self._with_flat(edges), RULE)
         self.weights = np.append(weights, self._rest)
         self.x = np.append(self.jumps.value(self.t), self.cap)
 
@@ -95,8 +95,7 @@ class CappedJump:
 
     def tilted(self, c: float) -> FloatArray:
         """Returns the weights times e^{cx}."""
-        result: FloatArray = self.weights * np.exp(c * self.x)
-        return result
+        return self.weights * np.exp(c * self.x)
 
     def fine(self, c: float, highest: float) -> tuple[FloatArray, FloatArray]:
         """Returns jumps at nodes fit for frequencies up to `highest`, and tilted weights."""
@@ -134,18 +133,3 @@ class CappedJump:
         """The edges, and where X is not smooth."""
         bends = [t for t in self.jumps.flat if edges[0] < t < edges[-1]]
         return np.unique(np.append(edges, bends))
-
-
-def quadrature(
-    edges: FloatArray, rule: tuple[FloatArray, FloatArray] = _RULE
-) -> tuple[FloatArray, FloatArray]:
-    """Returns nodes t and their weights under the normal density, between increasing edges."""
-    half = 0.5 * np.diff(edges)
-    t = ((edges[:-1] + half)[:, None] + half[:, None] * rule[0]).ravel()
-    weights = (half[:, None] * rule[1]).ravel()
-    return t, weights * np.exp(-0.5 * t * t) / ROOT_TAU
-
-
-def panels(low: float, high: float, widest: float) -> FloatArray:
-    """Returns the edges of panels from `low` to `high`, each at most so wide."""
-    return np.linspace(low, high, max(math.ceil((high - low) / widest), 1) + 1)

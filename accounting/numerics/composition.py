@@ -79,10 +79,6 @@ class _Tilted:
         log_m, mean, weights = self._weighed(theta)
         return log_m, mean, float(np.sum(weights * (self._losses - mean) ** 2))
 
-    def log_m_and_mean(self, theta: float) -> tuple[float, float]:
-        """The first two of `cumulants`."""
-        return self._weighed(theta)[:2]
-
     def _weighed(self, theta: float) -> tuple[float, float, FloatArray]:
         if not self._losses.size:
             return -math.inf, 0.0, self._losses
@@ -124,7 +120,6 @@ class Composition:
         if len({pmf.interval for pmf in pmfs}) != 1:
             raise ValueError("losses to be composed must share one mesh")
         self._h = pmfs[0].interval
-        self._answered: tuple[tuple[Counts, float], float] = (((), 0.0), 0.0)
         tilted = [_Tilted(pmf) for pmf in pmfs]
         self._infinity = np.array([part.log_finite for part in tilted])
         self._reach = sum(
@@ -216,20 +211,13 @@ class Composition:
         spectrum[0] *= 2.0
         if self._size % 2 == 0:
             spectrum[-1] *= 2.0
-        result: FloatArray = fft.irfft(spectrum, self._size)
-        return result
+        return np.asarray(fft.irfft(spectrum, self._size))
 
     def _infinite_mass(self, counts: FloatArray) -> float:
         return abs(math.expm1(float(counts @ self._infinity))) * (1.0 + 1e-12)
 
     def epsilon(self, counts: Counts, delta: float) -> float:
         """Returns the least ε >= 0 with δ(ε) <= `delta`; inf if the infinite loss exceeds it."""
-        question = (counts, delta)
-        if self._answered[0] != question:  # a guard asks twice about each round
-            self._answered = (question, self._solve(counts, delta))
-        return self._answered[1]
-
-    def _solve(self, counts: Counts, delta: float) -> float:
         times = np.array(counts, dtype=np.float64)
         left = delta - self._infinite_mass(times)
         if left <= 0.0:
@@ -293,34 +281,18 @@ class _Spectrum:
         # Σ_y (1 - e^{-y}) e^{-θy} P_θ <= 1 bounds δ(jh) by e^{log_scale - j θh}.
         chernoff = math.ceil((self.log_scale - math.log(delta)) / self.decay)
         low, high = -1, min(max(chernoff, 0), reach)
-        # Halving alone would do; steps along the tangent of log δ, doubled each time they stay on
-        # one side, close in faster, but where δ is flat they may not: every fourth one halves.
-        here, step, side = self.at(high), 1.0, 0
-        if not here <= delta:  # past the last loss, or by the slack alone
-            high, here = reach, 0.0
-        guess, turn = high, 0
+        if not self.at(high) <= delta:  # past the last loss, or by the slack alone
+            high = reach
         while high - low > 1:
-            turn += 1
-            ratio = math.log(here / delta) if here > 0.0 else -math.inf
-            guess += round(max(min(ratio / self.decay * step, 1e15), -1e15))
-            if turn % 4 == 0:
-                guess = (low + high) // 2
-            guess = min(max(guess, low + 1), high - 1)
-            here = self.at(guess)
-            above = not here <= delta
-            low, high = (guess, high) if above else (low, guess)
-            step = 2.0 * step if above == side else 1.0
-            side = above
-        return (0, 0) if high == 0 else (low, high)
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.at(middle) <= delta else (middle, high)
+        return max(low, 0), high
 
 
 def fitted_tilt(
     pmfs: Sequence[LossPmf], blocks: Sequence[tuple[int, int]], target: Target
-) -> tuple[float, float, float]:
+) -> tuple[float, float]:
     """Returns the tilt of a `Composition`, and the mesh it should have: the given or a coarser one.
-
-    The third number is a still coarser mesh, which is worth a trial where rare large losses make
-    the window long; at other times it is the second one again.
 
     Every mesh gives upper bounds. Chords of length h add at most h²/12 to a loss's mean and twice
     that to its variance, hence to ε about a share `h² (1 + θ)/12` of the tilted mean at most.
@@ -339,8 +311,7 @@ def fitted_tilt(
     widest = math.sqrt(12.0 * _COARSENED * max(mean, 0.0) / sum(most) / (1.0 + theta))
     while points > _MAX_WINDOW or (even and points > _LONG_WINDOW and 2.0 * interval <= widest):
         interval, points = 2.0 * interval, points // 2
-    octaves = 0 if even else max(math.ceil(math.log2(points / _LONG_WINDOW)), 0)
-    return theta, interval, interval * math.exp2(octaves)
+    return theta, interval
 
 
 def _window(
@@ -384,7 +355,7 @@ def _tilt(parts: Sequence[_Tilted], counts: Sequence[int], target: Target) -> fl
     low = high * math.exp2(-_TILT_OCTAVES)
     for _ in range(_TILT_HALVINGS):
         theta = math.sqrt(low * high)
-        log_m, tilted_mean = totals(part.log_m_and_mean(theta) for part in parts)
+        log_m, tilted_mean, _ = totals(part.cumulants(theta) for part in parts)
         rate = theta * tilted_mean - (log_m - log_finite)
         if target.delta is not None:
             beyond = rate > level

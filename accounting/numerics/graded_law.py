@@ -9,8 +9,8 @@ The grid is graded: of one mesh up to a limit on both sides of 0, sixteen times 
 many points of those, and so on, so that the cells grow with the distance and a tail over many
 orders of magnitude needs few points. Sums are taken by doubling, with direct convolutions: only
 positive numbers are added, so each probability has small *relative* error, however small it is.
-Whenever the sum has grown enough, the grid is made twice as coarse. What is beyond its ends is cut
-off, and the amount cut off is kept in `excess` and `deficit`.
+Whenever the sum has grown enough, the grid is made twice as coarse. It has as many levels as hold
+the largest sum.
 """
 
 import dataclasses
@@ -68,14 +68,10 @@ class _Cells:
         if self.moment is not None:
             return self._regrouped(1.0 / factor)
         start = self.start // factor
-        before = self.start - start * factor
-        count = -(-(before + self.mass.size) // factor)
-        padded = np.zeros(count * factor)
-        padded[before : before + self.mass.size] = self.mass
-        groups, share = padded.reshape(count, factor), np.arange(factor) / factor
-        spread = np.zeros(count + 1)
-        spread[:-1] = groups @ (1.0 - share)
-        spread[1:] += groups @ share
+        below, rest = np.divmod(np.arange(self.start, self.end) - start * factor, factor)
+        moved = self.mass * (rest / factor)
+        size = int(below[-1]) + 2
+        spread = totals(below, self.mass - moved, size) + totals(below + 1, moved, size)
         return _Cells(start, spread, None)
 
     def finer(self, factor: int) -> "_Cells":
@@ -136,8 +132,6 @@ class GradedLaw:
     Attributes:
         lower: Whether it lies below.
         least: Expectations far below are not of interest.
-        excess: `E[(S - cap)_+]` that was cut off above: add it to `E[(S - a)_+]`.
-        deficit: The same below.
     """
 
     def __init__(
@@ -145,20 +139,20 @@ class GradedLaw:
         mesh: float,
         limit: int,
         levels: list[_Cells | None],
-        cut: tuple[float, float],
         lower: bool,
         least: float,
     ) -> None:
         """Brings cells to the levels they belong to; see `on_grid` and `law_of_sum`."""
         self.mesh, self.lower, self.least = mesh, lower, least
         self._limit = limit
-        self.excess, self.deficit = cut
         self._levels = levels
         for level in range(len(levels) - 1, 0, -1):
             levels[level - 1] = _plus(levels[level - 1], self._underflow(level))
         for level in range(len(levels) - 1):
             levels[level + 1] = _plus(levels[level + 1], self._overflow(level))
-        self._cut_ends()
+        for level, cells in enumerate(levels):
+            if cells is not None:
+                levels[level] = cells.trimmed(mesh * float(GRADE) ** level, _DUST * least)
 
     @classmethod
     def on_grid(
@@ -190,13 +184,10 @@ class GradedLaw:
             if not here.size:
                 cells.append(None)
                 continue
-            start = int(index[here[0]])
-            dense = np.zeros((2, int(index[here[-1]]) - start + 1))
-            dense[0, index[here] - start] = mass[here]
-            if lower:
-                dense[1, index[here] - start] = moment[here]
-            cells.append(_Cells(start, dense[0], dense[1] if lower else None))
-        return cls(mesh, limit, cells, left_out(summand), lower, summand.least)
+            places = index[here] - index[here[0]]
+            offset = totals(places, moment[here]) if lower else None
+            cells.append(_Cells(int(index[here[0]]), totals(places, mass[here]), offset))
+        return cls(mesh, limit, cells, lower, summand.least)
 
     def _underflow(self, level: int) -> _Cells | None:
         """Takes out of a level what the next finer one reaches: its points are points there."""
@@ -218,34 +209,10 @@ class GradedLaw:
         self._levels[level] = cells.slice(-limit, limit + 1)
         return _plus(low.coarser(GRADE) if low else None, high.coarser(GRADE) if high else None)
 
-    def _cut_ends(self) -> None:
-        """Cuts dust at the ends of each level, and what is beyond the last."""
-        for level, cells in enumerate(self._levels):
-            if cells is not None:
-                self._levels[level] = cells.trimmed(
-                    self.mesh * float(GRADE) ** level, _DUST * self.least
-                )
-        cells, limit = self._levels[-1], self._limit
-        if cells is None or (cells.start >= -limit and cells.end <= limit + 1):
-            return
-        unit = self.mesh * float(GRADE) ** (len(self._levels) - 1)
-        below, above = cells.slice(cells.start, -limit), cells.slice(limit + 1, cells.end)
-        kept = cells.slice(-limit, limit + 1)
-        for part, end in ((below, -limit), (above, limit)):
-            if part is None or part.moment is not None:  # a lower law just loses it
-                continue
-            kept = _plus(kept, _Cells(end, np.array([np.sum(part.mass)]), None))
-        if below is not None:
-            self.deficit += unit * float(below.mass @ (-limit - np.arange(below.start, below.end)))
-        if above is not None:
-            self.excess += unit * float(above.mass @ (np.arange(above.start, above.end) - limit))
-        self._levels[-1] = kept
-
     def coarsened(self) -> "GradedLaw":
         """Returns this law on a grid of twice the mesh."""
         levels = [None if each is None else each.coarser(2) for each in self._levels]
-        cut = self.excess, self.deficit
-        return GradedLaw(2.0 * self.mesh, self._limit, levels, cut, self.lower, self.least)
+        return GradedLaw(2.0 * self.mesh, self._limit, levels, self.lower, self.least)
 
     def plus(self, other: "GradedLaw") -> "GradedLaw":
         """Returns the law of the sum of two independent variables on the same grid."""
@@ -262,8 +229,7 @@ class GradedLaw:
             total, total_other = _plus(finer, cells), _plus(finer_other, others)
             finer = None if total is None else total.coarser(GRADE)
             finer_other = None if total_other is None else total_other.coarser(GRADE)
-        cut = self.excess + other.excess, self.deficit + other.deficit
-        return GradedLaw(self.mesh, self._limit, sums, cut, self.lower, self.least)
+        return GradedLaw(self.mesh, self._limit, sums, self.lower, self.least)
 
     def atoms(self) -> tuple[FloatArray, FloatArray]:
         """Returns places, increasing, and their masses."""
@@ -292,7 +258,7 @@ def law_of_sum(summand: Summand, count: int, points: int, lower: bool = False) -
     """
     limit = math.ceil(18 * points / GRADE) * GRADE
     mesh = summand.jump / points
-    farthest = 2.0 * max(abs(end) for end in summand.span)
+    farthest = 2.0 * count * max(abs(end) for end in summand.span)
     levels = 1
     while mesh * float(GRADE) ** (levels - 1) * limit < farthest:
         levels += 1
@@ -307,16 +273,16 @@ def law_of_sum(summand: Summand, count: int, points: int, lower: bool = False) -
             if single.mesh != law.mesh:
                 single = GradedLaw.on_grid(summand, law.mesh, limit, levels, lower)
             law, done = law.plus(single), done + 1
-    return BoundedLaw(law, count)
+    return BoundedLaw(law, summand, count)
 
 
 class BoundedLaw:
     """The expectations that a `GradedLaw` bounds, rounding included."""
 
-    def __init__(self, law: GradedLaw, count: int) -> None:
+    def __init__(self, law: GradedLaw, summand: Summand, count: int) -> None:
         """Reads the atoms of the law of `count` summands."""
-        self._law = law
         self._lower = law.lower
+        self._excess, self._deficit = (count * each for each in left_out(summand))
         self.places, self._mass = law.atoms()
         self._from = np.append(np.cumsum(self._mass[::-1])[::-1], 0.0)
         self._upto = np.append(0.0, np.cumsum(self._mass))
@@ -331,14 +297,14 @@ class BoundedLaw:
         after = np.searchsorted(self.places, thresholds, side="right")
         place = np.append(self.places, math.inf)[after]
         step = np.where(np.isfinite(place), place - thresholds, 0.0)
-        return self._bound(self._calls[after] + step * self._from[after], self._law.excess)
+        return self._bound(self._calls[after] + step * self._from[after], self._excess)
 
     def put(self, thresholds: FloatArray) -> FloatArray:
         """Returns a bound of `E[(a - S)_+]` at each threshold a, from above or (lower) below."""
         before = np.searchsorted(self.places, thresholds, side="left")
         place = np.append(-math.inf, self.places)[before]
         step = np.where(np.isfinite(place), thresholds - place, 0.0)
-        return self._bound(self._puts[before] + step * self._upto[before], self._law.deficit)
+        return self._bound(self._puts[before] + step * self._upto[before], self._deficit)
 
     def _bound(self, values: FloatArray, cut: float) -> FloatArray:
         if self._lower:
@@ -348,13 +314,9 @@ class BoundedLaw:
 
 def _points(limit: int, levels: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Index and level of all points of the grid, increasing."""
-    positive, level = [np.arange(1, limit + 1)], [np.zeros(limit, dtype=np.int64)]
-    for each in range(1, levels):
-        outer = np.arange(limit // GRADE + 1, limit + 1)
-        positive.append(outer)
-        level.append(np.full(outer.size, each))
-    index, grade = np.concatenate(positive), np.concatenate(level)
-    return (
-        np.concatenate([-index[::-1], [0], index]),
-        np.concatenate([grade[::-1], [0], grade]),
-    )
+    inner = np.arange(-limit, limit + 1)
+    outer = inner[np.abs(inner) > limit // GRADE]
+    index = np.concatenate([inner, np.tile(outer, levels - 1)])
+    level = np.repeat(np.arange(levels), [inner.size] + [outer.size] * (levels - 1))
+    order = np.argsort(index * float(GRADE) ** level)
+    return index[order], level[order]

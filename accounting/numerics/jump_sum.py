@@ -1,4 +1,4 @@
-"""`E[(b + S)_+]` for a sum S of many random jumps, from above and from below.
+"""`E[(b + S)_+]` for a sum S of many random jumps, from above.
 
 A jump is `X = x(t)`, t ~ N(0, 1), with x increasing. S has a Poisson number of jumps, or n
 independent terms each of which is a jump, a step down of fixed length, or nothing. Its cumulant
@@ -16,8 +16,7 @@ P spans the tilted law. What makes the result a bound:
 - Frequencies beyond a cut are left out only where `|e^{K(θ) - K(c)}|` is certainly small
   (`_Law.remainders`), and the bound of them is added.
 - Where S is too rough for that (a handful of jumps, or jumps of nearly one size) a Gaussian is
-  added to S, which raises the expectation of a convex function. A lower bound does without and
-  loses the remainder.
+  added to S, which raises the expectation of a convex function.
 - With few jumps expected, the cases of none and (Poisson) of one are taken out of the integral.
 
 Integrals over t by Gauss and Legendre are taken to be exact but for rounding (`_Law.rounding`): an
@@ -30,16 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.capped_jump import (
-    FAINT,
-    FARTHEST,
-    REACH,
-    ROOT_TAU,
-    CappedJump,
-    Jumps,
-    panels,
-    quadrature,
-)
+from shufl.accounting.numerics.capped_jump import FAINT, FARTHEST, REACH, RULE, CappedJump, Jumps
+from shufl.accounting.numerics.gaussian import ROOT_TAU, panels, quadrature
 from shufl.accounting.numerics.jump_counts import ComplexArray, Count, PoissonCount, Tilt
 
 _BELOW_SADDLE = 0.6
@@ -59,23 +50,13 @@ _ROWS = 32
 _AT_ONCE = 5  # c tried at once in the search of the saddle point
 
 
-def positive_part(jumps: Jumps, count: Count, lower: bool = False) -> float:
-    """Returns an upper bound of `E[(b + S)_+]`, or a lower one.
+def positive_part(jumps: Jumps, count: Count) -> float:
+    """Returns an upper bound of `E[(b + S)_+]`.
 
     X is `jumps`; `count` says how many, and what else is in b + S, whose mean should not be far
     above 0.
     """
-    if not lower:
-        return float(positive_parts(jumps, count, np.zeros(1))[0])
-    law = _Law(jumps, count)
-    if law.jump.at_end:
-        law = _Law(jumps, count, FARTHEST)
-    line = _line(law, count, lower=True)
-    if line is None:
-        return 0.0
-    found = line.read(np.zeros(1))[0] - line.slack - law.aliases(line.c, line.level, line.period)
-    alone = law.one_jump() if line.few_out else 0.0
-    return max(math.exp(line.level) * float(found), 0.0) + alone + law.sure_excess()
+    return float(positive_parts(jumps, count, np.zeros(1))[0])
 
 
 def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray:
@@ -93,7 +74,7 @@ def positive_parts(jumps: Jumps, count: Count, shifts: FloatArray) -> FloatArray
 
 def _bounds(law: "_Law", count: Count, shifts: FloatArray) -> tuple[FloatArray, float]:
     """Returns the upper bounds of `positive_parts`, and what jumps above the cap add to each."""
-    beyond, line = count.jumps * law.jump.excess, _line(law, count, lower=False)
+    beyond, line = count.jumps * law.jump.excess, _line(law, count)
     if line is None:
         return law.chernoff(shifts) + beyond, beyond
     y = np.append(shifts, 0.0)
@@ -132,7 +113,7 @@ class _Line(NamedTuple):
         return np.asarray(2.0 / self.period * summed)
 
 
-def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
+def _line(law: "_Law", count: Count) -> _Line | None:
     """Returns None where Chernoff's bound says that there is next to nothing."""
     if law.jump.cap <= 0.0:
         return None
@@ -155,8 +136,9 @@ def _line(law: "_Law", count: Count, lower: bool) -> _Line | None:
     farthest, faint = min(strict, _LAST), math.exp(-min(level, 700.0))
     for place in sorted({min(farthest, max(loose, _EASY)), farthest}):
         cut, rest, smooth = float(ladder[place]), float(rests[place]), 0.0
-        if loose > place and not lower:
-            smooth, rest = _SMOOTH / cut, 4.0 * math.exp(-0.5 * _SMOOTH**2) / cut
+        if loose > place:
+            smooth = _SMOOTH / cut
+            rest = min(rest, 4.0 * math.exp(-0.5 * _SMOOTH**2) / cut)
         omega = step * np.arange(math.ceil(cut / step) + 1.0)
         theta, grown = c + 1j * omega, law.grown(c, omega)
         values = np.exp(count.log_ratios(c, tilt, omega, grown))
@@ -285,13 +267,13 @@ class _Law:
             middle = 0.5 * (low + end)
             below = float(self.jump.jumps.value(np.array(middle))) < strike
             low, end = (middle, end) if below else (low, middle)
-        t, weights = quadrature(panels(low, high, self.jump.widest))
+        t, weights = quadrature(panels(low, high, self.jump.widest), RULE)
         value = float(np.sum(weights * np.maximum(self.jump.jumps.value(t) - strike, 0.0)))
         value += float(self.jump.weights[-1]) * (self.jump.cap - strike)
         return self._count.jumps * math.exp(-self._count.jumps) * value
 
     def period(self, c: float, level: float, goal: float) -> float:
-        """P for which little is added: see `aliases`."""
+        """P for which the trapezoidal rule adds little."""
         least = (_ALIAS - min(level, 0.0)) / c
         others = self._steeper(c)
         exponents = self.cumulants(others)[0] - level - np.log(math.e * others * goal * 1e-7)
@@ -301,29 +283,3 @@ class _Law:
         """Some more c to compare with."""
         others = c * np.array([1.1, 1.2, 1.35, 1.6, 2.0, 3.0])
         return others[others * self.jump.cap < 600.0]
-
-    def aliases(self, c: float, level: float, period: float) -> float:
-        """What the trapezoidal rule adds at most, in units of `e^level`."""
-        most = math.exp(level) / (math.e * c)  # of E[(b + S)_+]
-        near = math.exp(-c * period - level) * (period + most) * 1.01
-        others = self._steeper(c)
-        exponents = self.cumulants(others)[0] - level - (others - c) * period
-        ratios = -np.expm1(-(others - c) * period)
-        far = np.exp(np.minimum(exponents, 50.0)) / (math.e * others * ratios)
-        return near + float(np.min(far, initial=math.inf))
-
-    def sure_excess(self) -> float:
-        """What the caps certainly took off: where b + S is positive with one jump at its cap."""
-        # It is not if a jump goes down far, or if the others come to less than -cap: Chernoff.
-        least = math.inf
-        for share in (0.1, 0.2, 0.4, 0.8):
-            near = self.jump.x > -share * self.jump.cap
-            x = np.where(near, self.jump.x, 0.0)
-            far = self._count.jumps * float(np.sum(self.jump.weights[~near]))
-            for c in np.geomspace(2.0, 40.0, 12) / self.jump.cap:
-                others = 1.0 - 1.0 / self._count.terms  # all but the one with the jump
-                shift = c * self._count.shift
-                level = self._count.cumulants(-c, self.tilt(-c, x))[0] + shift
-                exponent = others * level - shift - c * self.jump.cap
-                least = min(least, far + math.exp(min(exponent, 0.0)))
-        return self._count.jumps * self.jump.excess * max(1.0 - least, 0.0)

@@ -25,7 +25,6 @@ _NEGLIGIBLE = 1e-110
 # Chords of length h add h²/6 to the variance of one loss: 1/48 costs 4e-5 of ε.
 _POINTS_PER_DEVIATION = 48.0
 _MAX_POINTS = 2**18
-_HULL_PASSES = 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,8 +49,7 @@ class LossPmf:
     @property
     def losses(self) -> FloatArray:
         """The grid's points jh, shape (2J + 1,)."""
-        points: FloatArray = np.arange(-self.half_width, self.half_width + 1.0) * self.interval
-        return points
+        return np.arange(-self.half_width, self.half_width + 1.0) * self.interval
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,10 +122,9 @@ class Profile:
 
     def delta_at(self, epsilons: npt.ArrayLike) -> FloatArray:
         """Returns δ by linear interpolation in α; the last value beyond the last point."""
-        result: FloatArray = np.interp(
+        return np.interp(
             np.expm1(np.minimum(epsilons, MAX_LOSS)), np.expm1(self.epsilons), self.deltas
         )
-        return result
 
     def spread(self) -> float:
         """Returns the standard deviation of one loss, its largest thousandth capped.
@@ -187,30 +184,19 @@ def _masses(epsilons: FloatArray, deltas: FloatArray) -> FloatArray:
     """P[loss = ε_i], i >= 1: e^{ε_i} times the change of the slope in α there."""
     slopes = np.diff(deltas) / (np.exp(epsilons[:-1]) * np.expm1(np.diff(epsilons)))
     kinks = np.diff(np.append(slopes, 0.0))
-    masses: FloatArray = np.maximum(kinks, 0.0) * np.exp(epsilons[1:])
-    return masses
+    return np.maximum(kinks, 0.0) * np.exp(epsilons[1:])
 
 
 def lower_hull(x: FloatArray, y: FloatArray) -> npt.NDArray[np.intp]:
     """Returns the indices of the lower convex hull of points with increasing x."""
-    kept = np.arange(x.size)
-    for _ in range(_HULL_PASSES):
-        # A point on or above the chord of its neighbours is no corner of the hull.
-        slopes_now = np.diff(y[kept]) / np.diff(x[kept])
-        corner = np.concatenate([[True], slopes_now[1:] > slopes_now[:-1], [True]])[: kept.size]
-        if np.all(corner):
-            return kept
-        kept = kept[corner]
-    hull: list[int] = []
-    slopes: list[float] = []
     xs, ys = x.tolist(), y.tolist()
-    for i in kept.tolist():
-        while hull:
-            slope = (ys[i] - ys[hull[-1]]) / (xs[i] - xs[hull[-1]])
-            if not slopes or slope > slopes[-1]:
-                slopes.append(slope)
-                break
-            slopes.pop()
+
+    def slope(i: int, j: int) -> float:
+        return float((ys[j] - ys[i]) / (xs[j] - xs[i]))
+
+    hull: list[int] = []
+    for i in range(x.size):
+        while len(hull) > 1 and slope(hull[-1], i) <= slope(hull[-2], hull[-1]):
             hull.pop()
         hull.append(i)
     return np.array(hull, dtype=np.intp)

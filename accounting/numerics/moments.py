@@ -11,6 +11,7 @@ Arrays are indexed by the order: entry k of a vector of length `max_order + 1` b
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -26,17 +27,12 @@ _LARGEST_EXPONENT = 1e300
 
 def log_factorials(max_order: int) -> FloatArray:
     """Returns `log k!` for k = 0..max_order, shape (max_order + 1,)."""
-    result: FloatArray = special.gammaln(np.arange(max_order + 1) + 1.0)
-    return result
+    return np.asarray(special.gammaln(np.arange(max_order + 1) + 1.0))
 
 
-def log_expm1(x: FloatArray) -> FloatArray:
+def log_expm1(x: Any) -> Any:
     """Returns `log(e^x - 1)` elementwise for x > 0, without overflow."""
-    small = np.minimum(x, 30.0)
-    result: FloatArray = np.where(
-        x > 30.0, x + np.log1p(-np.exp(-np.maximum(x, 30.0))), np.log(np.expm1(small))
-    )
-    return result
+    return x + np.log(-np.expm1(-x))
 
 
 def log_sum_exp(terms: FloatArray, axis: int = -1) -> FloatArray:
@@ -45,8 +41,7 @@ def log_sum_exp(terms: FloatArray, axis: int = -1) -> FloatArray:
     shift = np.where(np.isfinite(top), top, 0.0)
     with np.errstate(divide="ignore", over="ignore"):
         total = np.log(np.sum(np.exp(terms - shift), axis=axis))
-    result: FloatArray = total + np.squeeze(shift, axis=axis)
-    return result
+    return np.asarray(total + np.squeeze(shift, axis=axis))
 
 
 def _log_sum(terms: FloatArray) -> float:
@@ -112,8 +107,7 @@ def log_central_moments(sigma: float, max_order: int, users: int = 1) -> FloatAr
     egf[0] = 0.0
     for j in range(2, max_order + 1):
         egf[j] = _log_sum(kappa[2 : j + 1] + egf[j - 2 :: -1]) - math.log(j)
-    result: FloatArray = egf + log_fact
-    return result
+    return egf + log_fact
 
 
 def log_moments_of_mean(log_moments: FloatArray, users: int) -> FloatArray:
@@ -183,5 +177,4 @@ def log_moments_around_one(log_central: FloatArray, log_scale: float = 0.0) -> F
 def round_up(log_moments: FloatArray) -> FloatArray:
     """Raises log-moments by the rounding allowance; a NaN becomes +inf, never a small number."""
     raised = log_moments * (1.0 + ROUND_UP)
-    result: FloatArray = np.where(np.isnan(raised), np.inf, raised)
-    return result
+    return np.where(np.isnan(raised), np.inf, raised)

@@ -4,7 +4,7 @@ Every bound is given as log-moments `(λ - 1) ε(λ)`, shape (max_order + 1,): e
 λ, entries 0 and 1 are 0. `rdp_from_log_moments` turns them into `ε(λ)` for λ = 2..max_order, and
 `epsilon_from_rdp` that into ε at a δ.
 `sigma` is always the noise standard deviation in units of the sensitivity of one report; see
-`shufl.accounting.adjacency` for how the noise multiplier becomes one.
+`accountants.base.effective_sigma` for how the noise multiplier becomes one.
 
 All of them hold for the homogeneous pair: the users other than the differing one all hold its
 record. Theorem 3 lives in `shufl.accounting.numerics.theorem3`.
@@ -19,65 +19,33 @@ from shufl.accounting.numerics import FloatArray, moments
 
 def rdp_from_log_moments(log_moments: FloatArray) -> FloatArray:
     """Returns `ε(λ)` for λ = 2..L from `(λ - 1) ε(λ)` for λ = 0..L."""
-    result: FloatArray = log_moments[2:] / np.arange(1.0, log_moments.size - 1.0)
-    return result
+    return log_moments[2:] / np.arange(1.0, log_moments.size - 1.0)
 
 
-def _infinite(max_order: int) -> FloatArray:
-    result = np.full(max_order + 1, np.inf)
-    result[:2] = 0.0
-    return result
-
-
-def shuffled_gaussian(users: int, sigma: float, max_order: int) -> FloatArray:
-    """Theorem 1: all n users take part; `(λ-1) ε_SG(λ) = log E[Ȳ_n^λ]`, an equality.
-
-    n is at least 1. σ, the noise's standard deviation over the sensitivity, may be 0, which gives
-    infinite bounds. Returns log-moments, of shape (max_order + 1,), with `max_order` at least 2.
-    """
-    if not moments.is_representable(sigma, max_order):
-        return _infinite(max_order)
-    return moments.log_moments_around_one(moments.log_central_moments(sigma, max_order, users))
-
-
-def shuffled_check_in_gaussian(
-    users: int, check_in_rate: float, sigma: float, max_order: int
+def forward_moments(
+    users: int, draws: int, rate: float, sigma: float, max_order: int
 ) -> FloatArray:
-    """Exact moments of the shuffled check-in Gaussian: `log E[W̄_n^λ]`.
+    """Exact moments `log E[W̄^λ]` of the likelihood ratio `W̄ = 1 + (1/n) Σ_{i<=N} B_i (Y_i - 1)`.
 
-    Averaged over the coins, the likelihood ratio is the mean of n independent W, where W is 1
-    with probability 1 - γ and Y with probability γ. The case that nobody checks in is in it.
+    N = n users who each report with probability B = γ: if all take part, `(λ-1) ε_SG(λ)` of
+    Theorem 1, an equality; averaged over coins otherwise, and the case that nobody checks in is in
+    it. Or N = m reports for certain, drawn without replacement: with m the realised number of
+    reports this also prices one round of the check-in mechanism, because the coins do not depend on
+    the data.
 
-    γ lies in (0, 1]; n, σ, `max_order` and the result are as for `shuffled_gaussian`.
+    n is at least 1, N in 0..n, γ in (0, 1], and σ > 0 the noise's standard deviation over the
+    sensitivity; moments that `moments.is_representable` refuses are infinite. Returns log-moments,
+    of shape (max_order + 1,), with `max_order` at least 2.
     """
-    if check_in_rate == 1.0:
-        return shuffled_gaussian(users, sigma, max_order)
-    if not moments.is_representable(sigma, max_order):
-        return _infinite(max_order)
-    log_moments = moments.log_central_moments(sigma, max_order)
-    log_moments[1:] += math.log(check_in_rate)
-    return moments.log_moments_around_one(moments.log_moments_of_mean(log_moments, users))
-
-
-def fixed_size_shuffled_gaussian(
-    users: int, reports: int, sigma: float, max_order: int
-) -> FloatArray:
-    """Exact moments when exactly m of n users, drawn without replacement, report.
-
-    The likelihood ratio is `(1 - m/n) + (m/n) Ȳ_m`. With m the realised number of reports this
-    also prices one round of the check-in mechanism, because the coins do not depend on the data.
-
-    m lies in 0..n, and no report costs nothing; n, σ, `max_order` and the result are as for
-    `shuffled_gaussian`.
-    """
-    if reports == 0:
+    if draws == 0:
         return np.zeros(max_order + 1)
-    if not moments.is_representable(sigma, max_order):
-        return _infinite(max_order)
-    return moments.log_moments_around_one(
-        moments.log_central_moments(sigma, max_order, reports),
-        math.log(reports / users),
-    )
+    if rate == 1.0:
+        central = moments.log_central_moments(sigma, max_order, draws)
+    else:
+        central = moments.log_central_moments(sigma, max_order)
+        central[1:] += math.log(rate)
+        central = moments.log_moments_of_mean(central, draws)
+    return moments.log_moments_around_one(central, math.log(draws / users))
 
 
 def subsampling_weights(rate: float, max_order: int) -> tuple[FloatArray, FloatArray]:
@@ -121,12 +89,10 @@ def subsampled_shuffled_gaussian(
     Theorem 1.
 
     γ lies in (0, 1], and m = 0 costs nothing; σ, `max_order` and the result are as for
-    `shuffled_gaussian`.
+    `forward_moments`.
     """
     if reports == 0:
         return np.zeros(max_order + 1)
-    if not moments.is_representable(sigma, max_order):
-        return _infinite(max_order)
     weights, log_pair = subsampling_weights(rate, max_order)
     central = moments.log_central_moments(sigma, max_order, reports)
     log_two = math.log(2.0)

@@ -20,6 +20,7 @@ of a log-moment; it is raised by 1e-10 of it.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,93 +49,90 @@ def larger_direction(
     if draws == 0 or sigma == 0.0:
         return result
     k = np.arange(1.0, forward.size - 1.0)
-    law = float(users), float(draws), rate, sigma
-    geometric = _geometric_bound(k, *law)
+    mean = _MeanRatio(float(users), float(draws), rate, sigma)
+    geometric = mean.geometric_bound(k)
     open_orders = np.flatnonzero(geometric > forward[2:])
     for block in range(math.frexp(k.size)[1]):
         within = open_orders[(k[open_orders] >= 2**block) & (k[open_orders] < 2 ** (block + 1))]
         if within.size:
-            reverse = _integrated(k[within], forward[within + 2], *law)
+            reverse = mean.reverse(k[within], forward[within + 2])
             reverse = np.fmin(moments.round_up(reverse), geometric[within])
             result[within + 2] = np.maximum(result[within + 2], reverse)
     return result
 
 
-def _geometric_bound(
-    k: FloatArray, users: float, draws: float, rate: float, sigma: float
-) -> FloatArray:
-    """`N log(1 - γ + γ e^{(k²/n² + k/n)/2σ²})`."""
-    share = k / users
-    with np.errstate(divide="ignore", over="ignore"):
-        exponent = (share + 1.0) * share / 2.0 / sigma / sigma
-        large = np.logaddexp(np.log1p(-rate), math.log(rate) + exponent)
-    small = np.log1p(rate * np.expm1(np.minimum(exponent, 1.0)))
-    result: FloatArray = draws * np.where(exponent > 1.0, large, small)
-    return result
+class _MeanRatio(NamedTuple):
+    """The law of W̄."""
 
+    users: float
+    draws: float
+    rate: float
+    sigma: float
 
-def _integrated(
-    k: FloatArray, forward: FloatArray, users: float, draws: float, rate: float, sigma: float
-) -> FloatArray:
-    """`log E[W̄^{-k}]` for k within a factor of 2; inf where that would take too many nodes."""
-    # Below the first node: Chernoff for Gamma(k), k (log r - r + 1) = -45 at x = kr.
-    first = math.log(k[0]) + math.log(-special.lambertw(-math.exp(-1.0 - _NEGLIGIBLE / k[0])).real)
-    # Beyond the last: e^-45 of the forward excess, with the best j.
-    j = np.geomspace(1.0, 4096.0, 37)
-    log_excess = moments.log_expm1(forward)
-    beyond = special.gammaln(k[:, None] + j) - special.gammaln(k)[:, None]
-    beyond += _geometric_bound(k[:, None] + j, users, draws, rate, sigma)
-    last = float(np.max(np.min((beyond + _NEGLIGIBLE - log_excess[:, None]) / j, axis=1)))
-    step = min(0.16, 0.5 / math.sqrt(k[-1]))
-    if not (last - first) / step < _MOST_VALUES:
-        return np.full(k.size, np.inf)
-    log_x = np.arange(first, last + step, step)
-    weights = _log_weights(log_x, users, draws, rate, sigma)
-    if weights is None:
-        return np.full(k.size, np.inf)
-    terms = k[:, None] * log_x + weights
-    result: FloatArray = np.logaddexp(
-        0.0, moments.log_sum_exp(terms) + math.log(step) - special.gammaln(k)
-    )
-    return result
+    def geometric_bound(self, k: FloatArray) -> FloatArray:
+        """`N log(1 - γ + γ e^{(k²/n² + k/n)/2σ²})`, an upper bound of `log E[W̄^{-k}]`."""
+        rate, sigma = self.rate, self.sigma
+        share = k / self.users
+        with np.errstate(divide="ignore", over="ignore"):
+            exponent = (share + 1.0) * share / 2.0 / sigma / sigma
+            large = np.logaddexp(np.log1p(-rate), math.log(rate) + exponent)
+        small = np.log1p(rate * np.expm1(np.minimum(exponent, 1.0)))
+        return self.draws * np.where(exponent > 1.0, large, small)
 
+    def reverse(self, k: FloatArray, forward: FloatArray) -> FloatArray:
+        """`log E[W̄^{-k}]` for k within a factor of 2; inf where that would take too many nodes."""
+        # Below the first node: Chernoff for Gamma(k), k (log r - r + 1) = -45 at x = kr.
+        root = float(special.lambertw(-math.exp(-1.0 - _NEGLIGIBLE / k[0])).real)
+        first = math.log(k[0]) + math.log(-root)
+        # Beyond the last: e^-45 of the forward excess, with the best j.
+        j = np.geomspace(1.0, 4096.0, 37)
+        log_excess = moments.log_expm1(forward)
+        beyond = special.gammaln(k[:, None] + j) - special.gammaln(k)[:, None]
+        beyond += self.geometric_bound(k[:, None] + j)
+        last = float(np.max(np.min((beyond + _NEGLIGIBLE - log_excess[:, None]) / j, axis=1)))
+        step = min(0.16, 0.5 / math.sqrt(k[-1]))
+        if not (last - first) / step < _MOST_VALUES:
+            return np.full(k.size, np.inf)
+        log_x = np.arange(first, last + step, step)
+        weights = self._log_weights(log_x)
+        if weights is None:
+            return np.full(k.size, np.inf)
+        terms = k[:, None] * log_x + weights
+        excess = moments.log_sum_exp(terms) + math.log(step) - special.gammaln(k)
+        return np.asarray(np.logaddexp(0.0, excess))
 
-def _log_weights(
-    log_x: FloatArray, users: float, draws: float, rate: float, sigma: float
-) -> FloatArray | None:
-    """`log(e^{-x} (e^{D(x)} - 1))` at each x, not below; None if that takes too many values."""
-    log_u = log_x - math.log(users)
-    # e^{-uY} moves the Gaussian's mode to -uY/σ; φ <= v²/2 e^{|v|} to 2/σ at most.
-    shift = min(sigma * max(log_u[-1], 0.0), math.exp(min(log_u[-1], 700.0)) / sigma)
-    step = min(0.6 / math.sqrt(1.0 + shift / sigma), 0.25 * sigma)
-    low, high = -shift - 9.5, 2.0 / sigma + 9.5
-    if not log_x.size * (high - low) / step < _MOST_VALUES or log_u[-1] > 700.0:
-        return None
-    t = np.arange(low, high + step, step)
-    log_density = -0.5 * t * t + math.log(step / math.sqrt(2.0 * math.pi))
-    u = np.exp(log_u)[:, None]
-    log_ratio = t / sigma - 0.5 / sigma / sigma
-    v = u * np.expm1(log_ratio)
-    result = np.empty(log_x.size)
-    tame = v[:, 0] > -_LARGEST_EXPONENT
-    if np.any(tame):
-        mean = np.sum(_phi(v[tame]) * np.exp(log_density), axis=1)
-        grown = draws * np.log1p(rate * mean)
-        with np.errstate(divide="ignore"):
-            result[tame] = grown - np.exp(log_x[tame]) + np.log(-np.expm1(-grown))
-    wild = ~tame
-    if np.any(wild):
-        laplace = moments.log_sum_exp(log_density - u[wild] * np.exp(log_ratio))
-        with np.errstate(divide="ignore"):
-            one = np.logaddexp(np.log1p(-rate) - u[wild, 0], math.log(rate) + laplace)
-        result[wild] = draws * one - (users - draws) * u[wild, 0]
-    return result
+    def _log_weights(self, log_x: FloatArray) -> FloatArray | None:
+        """`log(e^{-x} (e^{D(x)} - 1))` at each x, not below; None if that takes too many values."""
+        users, draws, rate, sigma = self
+        log_u = log_x - math.log(users)
+        # e^{-uY} moves the Gaussian's mode to -uY/σ; φ <= v²/2 e^{|v|} to 2/σ at most.
+        shift = min(sigma * max(log_u[-1], 0.0), math.exp(min(log_u[-1], 700.0)) / sigma)
+        step = min(0.6 / math.sqrt(1.0 + shift / sigma), 0.25 * sigma)
+        low, high = -shift - 9.5, 2.0 / sigma + 9.5
+        if not log_x.size * (high - low) / step < _MOST_VALUES or log_u[-1] > 700.0:
+            return None
+        t = np.arange(low, high + step, step)
+        log_density = -0.5 * t * t + math.log(step / math.sqrt(2.0 * math.pi))
+        u = np.exp(log_u)[:, None]
+        log_ratio = t / sigma - 0.5 / sigma / sigma
+        v = u * np.expm1(log_ratio)
+        result = np.empty(log_x.size)
+        tame = v[:, 0] > -_LARGEST_EXPONENT
+        if np.any(tame):
+            mean = np.sum(_phi(v[tame]) * np.exp(log_density), axis=1)
+            grown = draws * np.log1p(rate * mean)
+            with np.errstate(divide="ignore"):
+                result[tame] = grown - np.exp(log_x[tame]) + np.log(-np.expm1(-grown))
+        wild = ~tame
+        if np.any(wild):
+            laplace = moments.log_sum_exp(log_density - u[wild] * np.exp(log_ratio))
+            with np.errstate(divide="ignore"):
+                one = np.logaddexp(np.log1p(-rate) - u[wild, 0], math.log(rate) + laplace)
+            result[wild] = draws * one - (users - draws) * u[wild, 0]
+        return result
 
 
 def _phi(v: NDArray[np.float64]) -> FloatArray:
     """`e^{-v} - 1 + v` without cancellation."""
     small = np.clip(v, -0.5, 0.5)
-    result: FloatArray = np.where(
-        np.abs(v) < 0.5, np.polyval(_SERIES, small) * small * small, np.expm1(-v) + v
-    )
-    return result
+    return np.where(np.abs(v) < 0.5, np.polyval(_SERIES, small) * small * small, np.expm1(-v) + v)

@@ -75,8 +75,7 @@ def sign_mean_calls(m: npt.ArrayLike, c: npt.ArrayLike) -> FloatArray:
     tail[~summed] = special.betainc(rest, trials - rest + 1.0, 0.5)
     margin = 1e-10 + 1e-15 * np.sqrt(signs)  # a count above 2**53 is not held to the last unit
     calls = atom * (1.0 + 0.1 * margin) - level * tail * (1.0 - margin)
-    result: FloatArray = np.where(level < 1.0, np.maximum(calls, 0.0), 0.0) * (1.0 + ROUND_UP)
-    return result
+    return np.where(level < 1.0, np.maximum(calls, 0.0), 0.0) * (1.0 + ROUND_UP)
 
 
 def _next_to_half(signs: FloatArray) -> FloatArray:

@@ -1,7 +1,6 @@
 """One summand of a sum, and its law on the points of a grid: above or below it in convex order."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -9,10 +8,10 @@ import numpy.typing as npt
 from scipy import special
 
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.gaussian import reach_of
+from shufl.accounting.numerics.gaussian import quadrature, reach_of
 from shufl.accounting.numerics.loss_pmf import USUAL_LEAST
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(8)
+_RULE = np.polynomial.legendre.leggauss(8)
 _WIDEST_PANEL = 0.25  # in standard deviations: 8 nodes are exact to rounding
 
 
@@ -68,34 +67,25 @@ def left_out(summand: Summand) -> tuple[float, float]:
 
 def totals(places: npt.NDArray[np.int64], weights: FloatArray, size: int = 0) -> FloatArray:
     """Returns the sum of the weights at each place 0, 1, ..."""
-    totals: FloatArray = np.bincount(places, weights, size).astype(np.float64)
-    return totals
+    return np.bincount(places, weights, size).astype(np.float64)
 
 
 class _Panels:
-    """Gauss-Legendre quadrature under the normal density between increasing edges."""
+    """Gauss-Legendre quadrature under the normal density, by the cells between increasing edges."""
 
     def __init__(self, edges: FloatArray) -> None:
-        widths = np.diff(edges)
-        parts = np.maximum(np.ceil(widths / _WIDEST_PANEL), 1.0).astype(np.int64)
-        cells = np.repeat(np.arange(widths.size), parts)
-        within = np.arange(cells.size) - np.repeat(np.cumsum(parts) - parts, parts)
-        size = (widths / parts)[cells]
-        left = edges[:-1][cells] + within * size
-        self.cells = cells[:, None]
-        self.nodes: FloatArray = left[:, None] + size[:, None] * (0.5 + 0.5 * _NODES)
-        density = np.exp(-0.5 * self.nodes**2) / math.sqrt(2.0 * math.pi)
-        self.weights: FloatArray = density * (0.5 * size)[:, None] * _WEIGHTS
-        self._count = widths.size
+        between = np.arange(edges[0], edges[-1], _WIDEST_PANEL)
+        self.nodes, self._weights = quadrature(np.union1d(edges, between), _RULE)
+        self.cells = np.searchsorted(edges, self.nodes, side="right") - 1
+        self._count = edges.size - 1
 
     def per_cell(self, values: FloatArray) -> FloatArray:
         """The integral over each cell of what has these values at the nodes."""
-        terms = np.sum(values * self.weights, axis=1)
-        return totals(self.cells[:, 0], terms, self._count)
+        return totals(self.cells, values * self._weights, self._count)
 
     def integral(self, value: Callable[[FloatArray], FloatArray]) -> float:
         """The integral over all."""
-        return float(np.sum(value(self.nodes) * self.weights))
+        return float(np.sum(value(self.nodes) * self._weights))
 
 
 def _edges(summand: Summand, x: FloatArray) -> FloatArray:

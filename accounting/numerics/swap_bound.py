@@ -13,7 +13,6 @@ of the ball's two ends on the line of x, and to its left where they hold the oth
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from scipy import special
@@ -23,7 +22,7 @@ from shufl.accounting.numerics.capped_jump import Jumps
 from shufl.accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta, reach_of
 from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_parts
-from shufl.accounting.numerics.worst_pairs import Pair, against_zero, opposite, zero_against
+from shufl.accounting.numerics.worst_pairs import Pair
 
 # Of what is given up, the part that goes to π.
 _RARE_SHARE = 0.1
@@ -70,13 +69,13 @@ class SwapBound:
 
     def _own(self, alpha: float, pair: Pair) -> tuple[FloatArray, FloatArray, float]:
         """Places of cU and their chances, the mean of each cell kept; and what lies beyond them."""
-        w, (one, two) = self._width, _EXPONENTS[pair]
+        w = self._width
         # Beyond it is what is negligible beside the rare.
         reach = reach_of(min(1e-3 * self._rare, 1e-17)) + w
         ends = np.linspace(-reach, reach, math.ceil(2.0 * reach / _CELL))
-        places = self._cap * (pair(w, alpha).value(ends) + alpha - 1.0)
+        places = self._cap * (pair.jumps(w, alpha).value(ends) + alpha - 1.0)
         mass = _in_cells(ends, 0.0)
-        ratios = _in_cells(ends, one * w) - alpha * _in_cells(ends, two * w)
+        ratios = _in_cells(ends, pair.first * w) - alpha * _in_cells(ends, pair.second * w)
         means = self._cap * (ratios + (alpha - 1.0) * mass)
         inner, mean = mass[1:-1], means[1:-1]
         width = np.maximum(np.diff(places), 1e-300)  # 0 where U hardly changes any more
@@ -96,94 +95,29 @@ def _in_cells(ends: FloatArray, shift: float) -> FloatArray:
     return np.asarray(np.where(x[:-1] > 0.0, right, left))
 
 
-# s/w of both of the pair's ratios.
-_EXPONENTS: dict[Pair, tuple[float, float]] = {
-    opposite: (1.0, -1.0),
-    against_zero: (1.0, 0.0),
-    zero_against: (0.0, -1.0),
-}
-
-
-Part = tuple[Callable[[FloatArray], FloatArray], Callable[[FloatArray], FloatArray]]
-"""A function that increases in t ~ N(0, 1), and its slope."""
-
-Parts = tuple[Part, Part, tuple[float, float]]
-"""A law above zero, below zero, and the ends of the t for which it is zero."""
-
-
 def worst_law(pair: Pair, width: float, alpha: float, raised: float) -> Jumps:
     """Returns `worst` as a function of t ~ N(0, 1), its positive values times `raised`; w = 1/z.
 
     It is V above zero with the others at the one end, V below zero with them at the other, and zero
     between.
     """
-    w = 2.0 * width if pair is opposite else width
-    right, left, (below, above) = _PARTS[pair](w, alpha)
+    distance = (pair.first - pair.second) * width
+    right, left = pair.seen_from(-1.0), pair.seen_from(1.0)
+    # E_m = αE_k at t = log α / ((m - k) w) + (m + k) w/2.
+    above, below = (
+        math.log(alpha) / distance + 0.5 * width * (each.first + each.second)
+        for each in (right, left)
+    )
+    rising, falling = right.jumps(width, alpha), left.jumps(width, alpha)
 
     def value(t: FloatArray) -> FloatArray:
-        high, low = np.maximum(t, above), np.minimum(t, below)
-        positive: FloatArray = raised * np.maximum(right[0](high), 0.0)
-        return positive + np.minimum(left[0](low), 0.0)
+        positive = raised * np.maximum(rising.value(np.maximum(t, above)), 0.0)
+        return np.asarray(positive + np.minimum(falling.value(np.minimum(t, below)), 0.0))
 
     def slope(t: FloatArray) -> FloatArray:
-        high, low = np.maximum(t, above), np.minimum(t, below)
-        up = np.where(t > above, raised * right[1](high), 0.0)
-        return up + np.where(t < below, left[1](low), 0.0)
+        up = np.where(t > above, raised * rising.slope(np.maximum(t, above)), 0.0)
+        return np.asarray(up + np.where(t < below, falling.slope(np.minimum(t, below)), 0.0))
 
-    before = math.exp(float(log_gaussian_delta(w, math.log(alpha))))  # E[V_+], not raised
+    before = math.exp(float(log_gaussian_delta(distance, math.log(alpha))))  # E[V_+], not raised
     mean = 1.0 - alpha + (raised - 1.0) * before
     return Jumps(value, slope, mean, 2.0 * width, (below, above))
-
-
-def _ratio(w: float, alpha: float) -> Part:
-    """R - α."""
-    half = 0.5 * w * w
-    return lambda t: np.exp(w * t - half) - alpha, lambda t: w * np.exp(w * t - half)
-
-
-def _opposite(w: float, alpha: float) -> Parts:
-    """x against -x: others at -x give R - α, others at x give 1 - α/R."""
-    level, half = math.log(alpha), 0.5 * w * w
-    left = (
-        lambda t: 1.0 - alpha * np.exp(-w * t - half),
-        lambda t: w * alpha * np.exp(-w * t - half),
-    )
-    return _ratio(w, alpha), left, ((level - half) / w, (level + half) / w)
-
-
-def _against_zero(w: float, alpha: float) -> Parts:
-    """x against zero: others at -x give R² e^{..} - α R e^{..}, others at x give 1 - α/R."""
-    level, half = math.log(alpha), 0.5 * w * w
-    lift = alpha * math.exp(half)
-
-    def high(t: FloatArray) -> FloatArray:  # f_x / f_{-x}; f_0 / f_{-x} is its root, by e^{w²/2}
-        return np.exp(w * (t - w))
-
-    def low(t: FloatArray) -> FloatArray:
-        return alpha * np.exp(-w * t - half)
-
-    right = lambda t: high(t) * (high(t) - lift), lambda t: w * high(t) * (2.0 * high(t) - lift)
-    left = lambda t: 1.0 - low(t), lambda t: w * low(t)
-    return right, left, ((level - half) / w, (level + half) / w + w)
-
-
-def _zero_against(w: float, alpha: float) -> Parts:
-    """Zero against x: others at x give 1/R - α, others at -x the mirror image of the above."""
-    level, half = math.log(alpha), 0.5 * w * w
-    lift = math.exp(half)
-
-    def low(t: FloatArray) -> FloatArray:
-        return np.exp(-w * (t + w))
-
-    left = (
-        lambda t: low(t) * (lift - alpha * low(t)),
-        lambda t: w * low(t) * (2.0 * alpha * low(t) - lift),
-    )
-    return _ratio(w, alpha), left, ((level - half) / w - w, (level + half) / w)
-
-
-_PARTS: dict[Pair, Callable[[float, float], Parts]] = {
-    opposite: _opposite,
-    against_zero: _against_zero,
-    zero_against: _zero_against,
-}

@@ -6,7 +6,7 @@ to the first term: nobody reporting costs nothing, and the term allows for more.
 
 Everything rests on two facts. The first term rises with m. The second falls, and for each order it
 is a polynomial in 1/m with non-negative coefficients, because all cumulants of Y are positive: so
-it is convex, a value at any m costs one sum, and a bisection on the slope finds the minimum.
+it is convex, a value at any m costs one sum, and a search by thirds finds the minimum.
 
 Given k reports one user is among them with probability k/n, not γ. The printed theorem uses γ;
 where nγ < 1 that can fall below the true divergence, so `Theorem3Accountant` never uses it without
@@ -27,8 +27,7 @@ _Index = NDArray[np.int64]
 def _log_chernoff(m: _Index, mean: float) -> FloatArray:
     """`-Δ_c² nγ/2` with `Δ_c = 1 - (m-1)/(nγ)`."""
     split = np.maximum(1.0 - (m - 1.0) / mean, 0.0)
-    result: FloatArray = -0.5 * mean * split * split
-    return result
+    return np.asarray(-0.5 * mean * split * split)
 
 
 class _SecondTerm:
@@ -64,19 +63,6 @@ class _SecondTerm:
         coefficients = np.where((log_m >= self.log_q)[:, None], self._many, self._few)
         return moments.log_sum_exp(coefficients - self._powers * log_m[:, None])
 
-    def drop(self, m: _Index) -> FloatArray:
-        """`log (h_λ(m) - h_λ(m+1))` with the branch of m, no cancellation."""
-        log_m = np.log(m.astype(np.float64))
-        coefficients = np.where((log_m >= self.log_q)[:, None], self._many, self._few)[:, 1:]
-        powers = self._powers[1:]
-        terms = coefficients - powers * log_m[:, None]
-        top = np.max(terms, axis=1, initial=-np.inf)
-        shift = np.where(np.isfinite(top), top, 0.0)
-        falls = -np.expm1(-powers * np.log1p(1.0 / m)[:, None])
-        with np.errstate(divide="ignore"):
-            result: FloatArray = np.log(np.sum(np.exp(terms - shift[:, None]) * falls, axis=1))
-        return result + shift
-
 
 def _moment_table(sigma: float, max_order: int) -> FloatArray:
     """`log c[i, p]` with `E[(Ȳ_m - 1)^i] = Σ_p c[i, p] m^{-p}`, from partial Bell polynomials.
@@ -104,15 +90,14 @@ def _minimise(
     """The least `log(e^{first} P[K < m] + h(m))` per order over every integer m in 1..top.
 
     For P[K < m] stands Chernoff's bound of it. That is convex up to `convex_top`, and h on either
-    side of q: bisection on the sign of the forward difference is exact there. Past `convex_top`
-    (the last standard deviation) the terms' own ends bound the sum from below; if that does not
-    settle it, enumerate.
+    side of q: there a third of the interval is left out at a time. Past `convex_top` (the last
+    standard deviation) the terms' own ends bound the sum from below; if that does not settle it,
+    enumerate.
     """
     orders = first.size
 
     def objective(m: _Index) -> FloatArray:
-        result: FloatArray = np.logaddexp(first + _log_chernoff(m, mean), second.value(m))
-        return result
+        return np.logaddexp(first + _log_chernoff(m, mean), second.value(m))
 
     def all_at(m: int) -> _Index:
         return np.full(orders, m, dtype=np.int64)
@@ -123,16 +108,12 @@ def _minimise(
         if start > stop:
             continue
         low, high = all_at(start), all_at(stop)
-        while np.any(low < high):
-            middle = (low + high) // 2
-            here, there = _log_chernoff(middle, mean), _log_chernoff(middle + 1, mean)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                rise = first + there + np.log(-np.expm1(np.minimum(here - there, 0.0)))
-            rising = rise >= second.drop(middle)
-            high = np.where(rising, middle, high)
-            low = np.where(rising, low, np.minimum(middle + 1, high))
-        for shift in (-1, 0, 1):
-            best = np.minimum(best, objective(np.clip(low + shift, start, stop)))
+        while np.any(high - low > 2):
+            third = (high - low) // 3
+            falls = objective(low + third) > objective(high - third)
+            low, high = np.where(falls, low + third, low), np.where(falls, high, high - third)
+        for more in range(3):
+            best = np.minimum(best, objective(np.minimum(low + more, high)))
     start = convex_top + 1
     if start > top:
         return best
@@ -149,11 +130,9 @@ def shuffled_check_in_gaussian(
 ) -> FloatArray:
     """Theorem 3, minimised over every split m = 1..⌊nγ⌋+1 separately for each order.
 
-    n is at least 1 and γ in (0, 1]. σ, the noise's standard deviation over the sensitivity, may be
-    0, which gives infinite bounds. Returns log-moments, of shape (max_order + 1,), rounded up.
+    n is at least 1 and γ in (0, 1]; σ > 0 is the noise's standard deviation over the sensitivity.
+    Returns log-moments, of shape (max_order + 1,), rounded up.
     """
-    if not moments.is_representable(sigma, max_order):
-        return np.concatenate([np.zeros(2), np.full(max_order - 1, np.inf)])
     mean = users * check_in_rate
     top = min(math.floor(mean) + 1, users)
     convex_top = min(top, max(math.floor(mean + 1.0 - math.sqrt(mean)), 0))

@@ -8,26 +8,25 @@ from typing import Annotated
 
 from pydantic import Field
 
+from shufl.protocol.mechanisms.allocation import all_allocated as all_allocated
+from shufl.protocol.mechanisms.allocation import allocated as allocated
+from shufl.protocol.mechanisms.allocation import new_allocation_key as new_allocation_key
 from shufl.protocol.mechanisms.allocation import (
-    all_allocated,
-    allocated,
-    new_allocation_key,
-    simulated_allocation_key,
+    simulated_allocation_key as simulated_allocation_key,
 )
-from shufl.protocol.mechanisms.draws import to_normals
-from shufl.protocol.mechanisms.gaussian import GaussianMechanism, clip
-from shufl.protocol.mechanisms.ldp_sgd import LdpSgd
-from shufl.protocol.mechanisms.randomised_response import RandomisedResponse
-from shufl.protocol.mechanisms.randomness import (
-    Randomness,
-    SeededRandomness,
-    SystemRandomness,
-    least_delta,
-    make_randomness,
-    most_blankets,
-    seed_of_shuffler,
-    split_mix,
-)
+from shufl.protocol.mechanisms.draws import to_normals as to_normals
+from shufl.protocol.mechanisms.gaussian import GaussianMechanism as GaussianMechanism
+from shufl.protocol.mechanisms.gaussian import clip as clip
+from shufl.protocol.mechanisms.ldp_sgd import LdpSgd as LdpSgd
+from shufl.protocol.mechanisms.randomised_response import RandomisedResponse as RandomisedResponse
+from shufl.protocol.mechanisms.randomness import Randomness as Randomness
+from shufl.protocol.mechanisms.randomness import SeededRandomness as SeededRandomness
+from shufl.protocol.mechanisms.randomness import SystemRandomness as SystemRandomness
+from shufl.protocol.mechanisms.randomness import least_delta as least_delta
+from shufl.protocol.mechanisms.randomness import make_randomness as make_randomness
+from shufl.protocol.mechanisms.randomness import most_blankets as most_blankets
+from shufl.protocol.mechanisms.randomness import seed_of_shuffler as seed_of_shuffler
+from shufl.protocol.mechanisms.randomness import split_mix as split_mix
 
 Mechanism = Annotated[
     GaussianMechanism | LdpSgd | RandomisedResponse,
@@ -43,25 +42,3 @@ MECHANISMS: dict[str, type[GaussianMechanism] | type[LdpSgd]] = {
     "ldp-sgd": LdpSgd,
 }
 """Those of any vector, by the noise multiplier z."""
-
-__all__ = [
-    "MECHANISMS",
-    "GaussianMechanism",
-    "LdpSgd",
-    "Mechanism",
-    "RandomisedResponse",
-    "Randomness",
-    "SeededRandomness",
-    "SystemRandomness",
-    "all_allocated",
-    "allocated",
-    "clip",
-    "least_delta",
-    "make_randomness",
-    "most_blankets",
-    "new_allocation_key",
-    "seed_of_shuffler",
-    "simulated_allocation_key",
-    "split_mix",
-    "to_normals",
-]

@@ -102,8 +102,7 @@ def to_normals(draws: np.ndarray) -> np.ndarray:
 def coins(draws: np.ndarray, chance: float | Fraction) -> np.ndarray:
     """Tosses a coin of exactly this probability with each draw: bool, of the draws' shape."""
     if draws.dtype != np.uint64:
-        below: np.ndarray = draws.astype(np.float64) < special.ndtri(float(chance))
-        return below
+        return np.asarray(draws.astype(np.float64) < special.ndtri(float(chance)))
     numerator, denominator = chance.as_integer_ratio()
     edge = np.uint64(min((numerator << 64) // denominator, 2**64 - 1))
     heads = draws < edge

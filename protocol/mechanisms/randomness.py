@@ -55,8 +55,7 @@ class SeededRandomness:
             return np.zeros(0, dtype=bool)
         block = int(users.min()) // 4  # Philox makes four at a time
         uniforms = self._stream(_COIN, round, block).random(int(users.max()) + 1 - 4 * block)
-        below: np.ndarray = uniforms[users - 4 * block] < rate
-        return below
+        return np.asarray(uniforms[users - 4 * block] < rate)
 
     def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
         """By the coins of `check_ins`."""
@@ -252,8 +251,7 @@ def split_mix(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
     mixed = seeds + (places.astype(np.uint64) + 1) * 0x9E3779B97F4A7C15
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = np.bitwise_xor(mixed, mixed >> np.uint64(shift)) * np.uint64(factor)
-    last: np.ndarray = np.bitwise_xor(mixed, mixed >> np.uint64(31))
-    return last
+    return np.asarray(np.bitwise_xor(mixed, mixed >> np.uint64(31)))
 
 
 def _make_normals(words: np.ndarray, normals: np.ndarray) -> None:

@@ -12,12 +12,10 @@ from shufl.accounting import (
     CalibrationError,
     OpenPlan,
     calibrate,
-    least_blankets,
-    least_error_blankets,
-    least_noise,
     mean_update_error,
     participation_note,
 )
+from shufl.accounting.calibration import BLANKETS, Range, least_error_blankets, nearest
 from shufl.protocol.mechanisms import GaussianMechanism
 from shufl.protocol.plan import Plan
 
@@ -26,6 +24,9 @@ def plan_of(users: int, rate: float, noise: float, blankets: float = 0.0) -> Pla
     mechanism = GaussianMechanism(noise_multiplier=noise)
     about = {"users": users, "check_in_rate": rate, "shuffler_blankets": blankets}
     return Plan.model_construct(**about, mechanism=mechanism, mixing="shuffle")
+
+
+NOISE = Range(0.2, 1e6, 1.0, "no noise multiplier up to 1e+06 reaches")
 
 
 @pytest.mark.parametrize(
@@ -66,18 +67,19 @@ def test_the_error_of_sums_has_the_noise_of_everybody_present():
 
 def test_what_no_noise_reaches_is_said():
     with pytest.raises(CalibrationError, match="no noise multiplier"):
-        least_noise(lambda z: 0.8, 0.7)
+        nearest(lambda z: 0.8, 0.7, NOISE)
 
 
 @pytest.mark.parametrize("least", [0.2, 1.254, 5.9])
 def test_the_least_noise_does_not_depend_on_where_the_search_starts(least):
-    assert least_noise(lambda z: 3.0 / z, 0.5, least) == pytest.approx(6.0, rel=1.1e-3)
+    found = nearest(lambda z: 3.0 / z, 0.5, NOISE._replace(costly=least))
+    assert found == pytest.approx(6.0, rel=1.1e-3)
 
 
 @pytest.mark.parametrize("least", [0.2, 1.254, 7.0])
 def test_noise_that_never_costs_too_much_is_the_least_that_is_recommended(least):
     asked = []
-    assert least_noise(lambda z: asked.append(z) or 0.1, 0.7, least) == least
+    assert nearest(lambda z: asked.append(z) or 0.1, 0.7, NOISE._replace(costly=least)) == least
     assert min(asked) == least
 
 
@@ -86,23 +88,23 @@ def test_noise_that_never_costs_too_much_is_the_least_that_is_recommended(least)
 def test_the_least_blankets_do_not_depend_on_where_the_search_starts(truth, guess):
     for power in (0.5, 1.0, 0.2):
         epsilon_at = lambda b, power=power: (truth / b) ** power  # noqa: E731
-        found = least_blankets(epsilon_at, 1.0, guess)
+        found = nearest(epsilon_at, 1.0, BLANKETS._replace(start=guess))
         assert epsilon_at(found) <= 1.0 and found <= truth * 1.0011
 
 
 def test_blankets_end_where_they_are_said_to():
     # From 0.1 ...
-    assert least_blankets(lambda b: 1e-4 / b, 1.0) == 0.1
-    assert least_blankets(lambda b: 0.0, 1.0) == 0.1
+    assert nearest(lambda b: 1e-4 / b, 1.0, BLANKETS) == 0.1
+    assert nearest(lambda b: 0.0, 1.0, BLANKETS) == 0.1
     # ... to ten million.
     with pytest.raises(CalibrationError, match="no blankets up to 1e"):
-        least_blankets(lambda b: 1.01e7 / b, 1.0)
+        nearest(lambda b: 1.01e7 / b, 1.0, BLANKETS)
     with pytest.raises(CalibrationError, match=r"reach epsilon 0\.5"):
-        least_blankets(lambda b: math.inf, 0.5)
+        nearest(lambda b: math.inf, 0.5, BLANKETS)
 
 
 def test_blankets_that_help_in_one_jump_are_within_the_target_still():
-    found = least_blankets(lambda b: 2.0 if b < 512 else 0.01, 1.0)
+    found = nearest(lambda b: 2.0 if b < 512 else 0.01, 1.0, BLANKETS)
     assert 512 <= found <= 512 * 1.0011
 
 
@@ -123,7 +125,7 @@ def toy(scale, power):
     ],
 )
 def test_noise_and_blankets_of_least_error_against_a_grid(epsilon_at, users, rate):
-    noise, blankets = least_error_blankets(epsilon_at, 1.0, users, rate)
+    noise, blankets = least_error_blankets(epsilon_at, 1.0, users * rate)
     assert 0.2 <= noise <= 64.0 and epsilon_at(noise, blankets) <= 1.0
     counts, errors = np.geomspace(0.1, 1e7, 4000), []
     for z in np.geomspace(0.2, 64.0, 400):
@@ -135,12 +137,12 @@ def test_noise_and_blankets_of_least_error_against_a_grid(epsilon_at, users, rat
 
 def test_no_pair_of_noise_and_blankets_is_said():
     with pytest.raises(CalibrationError, match="no blankets up to"):
-        least_error_blankets(lambda z, b: 5.0, 1.0, 1000, 0.1)
+        least_error_blankets(lambda z, b: 5.0, 1.0, 100)
 
 
 def test_little_noise_is_not_enough_at_first():
     # Below z = 3 no number of blankets helps: the search has to begin above, and to stay there.
-    noise, _ = least_error_blankets(lambda z, b: 9.0 if z < 3 else 20 / b, 1.0, 1000, 0.5)
+    noise, _ = least_error_blankets(lambda z, b: 9.0 if z < 3 else 20 / b, 1.0, 500)
     assert 3.0 <= noise <= 3.0 * 1.051
 
 
@@ -161,7 +163,7 @@ def test_a_search_ends_where_epsilon_falls_to_0(epsilon_at):
         assert next(asked) <= 400
         return epsilon_at(noise, blankets)
 
-    noise, blankets = least_error_blankets(counted, 1.0, 60_000, 0.1)
+    noise, blankets = least_error_blankets(counted, 1.0, 6000)
     assert epsilon_at(noise, blankets) <= 1.0
 
 

@@ -19,8 +19,13 @@ from other_bounds import (
 )
 from shufl.accounting import CrowdAccountant
 from shufl.accounting.peers import comparisons
-from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
-from shufl.accounting.peers.signs import blanket_share, clones_delta, randomised_response_delta
+from shufl.accounting.peers.comparisons import (
+    blanket_share,
+    clones_delta,
+    girgis_rdp,
+    girgis_subsampled_rdp,
+    randomised_response_delta,
+)
 from shufl.protocol import CheckIn, GaussianMechanism, LdpSgd, Shuffled
 
 

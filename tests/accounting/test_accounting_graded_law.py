@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import integrate, special, stats
 
 from shufl.accounting.accountants.pld import _report
-from shufl.accounting.numerics.graded_law import BoundedLaw, GradedLaw, law_of_sum
+from shufl.accounting.numerics.graded_law import law_of_sum
 from shufl.accounting.numerics.summand import Summand
 
 pytestmark = pytest.mark.slow
@@ -92,28 +92,6 @@ def test_a_sum_of_atoms_is_binomial(count):
         low, high = bounds(summand, count, a)
         assert low <= truth * (1 + 1e-9) + 1e-30 and truth <= high * (1 + 1e-9)
         assert high - low <= 0.01 * truth + 1e-9
-
-
-def test_what_is_beyond_the_last_level_stays_in_the_bounds():
-    """A grid is wide enough for what its sums hardly exceed; this one ends at 1.6."""
-    atoms = (-0.25, 0.75), (0.75, 0.25)
-    summand = Summand(
-        atoms, rate=1e-300, value=lambda t: t, inverse=lambda x: x, tail=0.1, jump=0.25
-    )
-    laws = []
-    for lower in (True, False):
-        law = GradedLaw.on_grid(summand, 0.05, 32, 1, lower)
-        for _ in range(3):
-            law = law.plus(law)
-        laws.append(BoundedLaw(law, 8))
-    assert min(law.excess, law.deficit) > 0.01
-    k = np.arange(9)
-    for a in (-2.5, -1.9, -0.3, 0.7, 1.5, 2.5):
-        away = k - 2.0 - a
-        for put in (False, True):
-            truth = stats.binom.pmf(k, 8, 0.25) @ np.maximum(-away if put else away, 0.0)
-            low, high = (float((law.put if put else law.call)(np.array([a]))[0]) for law in laws)
-            assert low <= truth * (1 + 1e-9) and truth <= high * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("count", [10**6, 10**7, 10**9])

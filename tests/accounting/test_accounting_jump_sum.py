@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from from_below import positive_part_from_below
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
@@ -15,25 +16,25 @@ from shufl.accounting.numerics.graded_law import law_of_sum
 from shufl.accounting.numerics.jump_counts import PoissonCount, TermsCount
 from shufl.accounting.numerics.jump_sum import positive_part
 from shufl.accounting.numerics.summand import Summand
-from shufl.accounting.numerics.worst_pairs import against_zero, opposite, zero_against
+from shufl.accounting.numerics.worst_pairs import AGAINST_ZERO, OPPOSITE, ZERO_AGAINST
 
 pytestmark = pytest.mark.slow
 
-PAIRS = [opposite, against_zero, zero_against]
+PAIRS = [OPPOSITE, AGAINST_ZERO, ZERO_AGAINST]
 
 
 def both(pair, width, alpha, count):
-    jumps = pair(width, alpha)
-    return positive_part(jumps, count, lower=True), positive_part(jumps, count)
+    jumps = pair.jumps(width, alpha)
+    return positive_part_from_below(jumps, count), positive_part(jumps, count)
 
 
 def value(pair, width, alpha, t):
     """The jump at t, written again."""
     rising, falling = (np.exp(s * width * t - 0.5 * width**2) for s in (1.0, -1.0))
     return {
-        opposite: rising - alpha * falling,
-        against_zero: rising - alpha,
-        zero_against: 1.0 - alpha * falling,
+        OPPOSITE: rising - alpha * falling,
+        AGAINST_ZERO: rising - alpha,
+        ZERO_AGAINST: 1.0 - alpha * falling,
     }[pair]
 
 
@@ -41,9 +42,9 @@ def place(pair, width, alpha, x):
     """t at which the jump is x; infinite outside its range."""
     x, half = np.asarray(x, dtype=float), 0.5 * width**2
     with np.errstate(divide="ignore"):
-        if pair is against_zero:
+        if pair is AGAINST_ZERO:
             return (np.log(np.maximum(x + alpha, 0.0)) + half) / width
-        if pair is zero_against:
+        if pair is ZERO_AGAINST:
             return (math.log(alpha) - np.log(np.maximum(1.0 - x, 0.0)) - half) / width
     # u - α/u = x e^{half} for u = e^{wt}, without cancellation.
     y = 0.5 * np.abs(x) * math.exp(half)
@@ -56,9 +57,9 @@ def call(pair, width, alpha, strike):
     t = place(pair, width, alpha, strike)
     plain, up, down = special.ndtr(-t), special.ndtr(width - t), special.ndtr(-width - t)
     return {
-        opposite: up - alpha * down - strike * plain,
-        against_zero: up - (alpha + strike) * plain,
-        zero_against: (1.0 - strike) * plain - alpha * down,
+        OPPOSITE: up - alpha * down - strike * plain,
+        AGAINST_ZERO: up - (alpha + strike) * plain,
+        ZERO_AGAINST: (1.0 - strike) * plain - alpha * down,
     }[pair]
 
 
@@ -108,18 +109,18 @@ def simulated(pair, width, alpha, counts, steps, rng):
 @pytest.mark.parametrize(
     ("pair", "rate", "width", "alpha", "shift", "draws"),
     [
-        (opposite, 0.1, 0.5, 1.3, 0.0, 400_000),
-        (zero_against, 0.1, 5.0, 3.0, -0.1, 400_000),
-        (against_zero, 1.0, 1.0, 1.0, 0.0, 200_000),
-        (opposite, 1.0, 0.01, 1.01, 0.0, 200_000),
-        (zero_against, 3.0, 1.0, 1.5, -0.5, 200_000),
-        (opposite, 3.0, 1.0, 2.0, -2.0, 200_000),
-        (opposite, 10.0, 0.2, 1.02, -0.1, 200_000),
-        (against_zero, 10.0, 0.7, 1.2, 0.0, 200_000),
-        (zero_against, 10.0, 5.0, 1.0, 0.0, 200_000),
-        (opposite, 300.0, 1.0, 1.1, -10.0, 10_000),
-        (against_zero, 300.0, 0.2, 1.0, -1.0, 10_000),
-        (zero_against, 1000.0, 2.0, 1.0, 0.0, 10_000),
+        (OPPOSITE, 0.1, 0.5, 1.3, 0.0, 400_000),
+        (ZERO_AGAINST, 0.1, 5.0, 3.0, -0.1, 400_000),
+        (AGAINST_ZERO, 1.0, 1.0, 1.0, 0.0, 200_000),
+        (OPPOSITE, 1.0, 0.01, 1.01, 0.0, 200_000),
+        (ZERO_AGAINST, 3.0, 1.0, 1.5, -0.5, 200_000),
+        (OPPOSITE, 3.0, 1.0, 2.0, -2.0, 200_000),
+        (OPPOSITE, 10.0, 0.2, 1.02, -0.1, 200_000),
+        (AGAINST_ZERO, 10.0, 0.7, 1.2, 0.0, 200_000),
+        (ZERO_AGAINST, 10.0, 5.0, 1.0, 0.0, 200_000),
+        (OPPOSITE, 300.0, 1.0, 1.1, -10.0, 10_000),
+        (AGAINST_ZERO, 300.0, 0.2, 1.0, -1.0, 10_000),
+        (ZERO_AGAINST, 1000.0, 2.0, 1.0, 0.0, 10_000),
     ],
 )
 def test_poisson_sums_by_monte_carlo(pair, rate, width, alpha, shift, draws):
@@ -133,13 +134,13 @@ def test_poisson_sums_by_monte_carlo(pair, rate, width, alpha, shift, draws):
 @pytest.mark.parametrize(
     ("pair", "terms", "chance", "down", "step", "width", "alpha", "draws"),
     [
-        (opposite, 1, 0.02, 0.0, 0.0, 1.0, 1.2, 200_000),
-        (zero_against, 1, 0.95, 0.04, 0.7, 1.0, 1.2, 200_000),
-        (opposite, 3, 0.5, 0.4, 0.5, 0.5, 1.5, 200_000),
-        (against_zero, 30, 0.1, 0.6, 0.02, 0.5, 1.02, 200_000),
-        (opposite, 100, 0.01, 0.98, 0.01, 0.3, 1.01, 200_000),
-        (opposite, 1000, 0.2, 0.0, 0.0, 1.0, 1.05, 10_000),
-        (zero_against, 10_000, 0.02, 0.9, 5e-4, 0.5, 1.0005, 10_000),
+        (OPPOSITE, 1, 0.02, 0.0, 0.0, 1.0, 1.2, 200_000),
+        (ZERO_AGAINST, 1, 0.95, 0.04, 0.7, 1.0, 1.2, 200_000),
+        (OPPOSITE, 3, 0.5, 0.4, 0.5, 0.5, 1.5, 200_000),
+        (AGAINST_ZERO, 30, 0.1, 0.6, 0.02, 0.5, 1.02, 200_000),
+        (OPPOSITE, 100, 0.01, 0.98, 0.01, 0.3, 1.01, 200_000),
+        (OPPOSITE, 1000, 0.2, 0.0, 0.0, 1.0, 1.05, 10_000),
+        (ZERO_AGAINST, 10_000, 0.02, 0.9, 5e-4, 0.5, 1.0005, 10_000),
     ],
 )
 def test_sums_of_terms_by_monte_carlo(pair, terms, chance, down, step, width, alpha, draws):
@@ -312,15 +313,15 @@ def test_any_sum_of_terms_has_bounds(pair, terms, log_chance, share, log_noise, 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [PoissonCount(1e6), TermsCount(500.0, 0.5, 0.5, 1.0)])
 def test_jumps_that_are_never_positive_sum_to_nearly_nothing(count):
-    low, high = both(opposite, 1e-3, 2.0, count)
+    low, high = both(OPPOSITE, 1e-3, 2.0, count)
     assert low == 0.0
     assert 0.0 <= high < 1e-20 * count.jumps
 
 
 @pytest.mark.filterwarnings("error")
 def test_terms_that_are_all_jumps_are_bounded_too():
-    truth = float(call(opposite, 1.0, 1.5, 0.0))
-    low, high = both(opposite, 1.0, 1.5, TermsCount(1.0, 1.0))
+    truth = float(call(OPPOSITE, 1.0, 1.5, 0.0))
+    low, high = both(OPPOSITE, 1.0, 1.5, TermsCount(1.0, 1.0))
     assert low <= truth <= high <= 1.03 * low
 
 
@@ -335,7 +336,7 @@ def test_what_is_left_out_beyond_a_frequency_is_less_than_its_bound(seed):
         count = TermsCount(terms, chance, 1.0 - chance, alpha - 1.0)
         if rng.random() < 0.5:
             count = PoissonCount(10 ** rng.uniform(0, 2.5))
-        law = jump_sum._Law(pair(width, alpha), count)
+        law = jump_sum._Law(pair.jumps(width, alpha), count)
         if law.jump.cap <= 0.0:
             continue
         c = jump_sum._BELOW_SADDLE * law.saddle()

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rounds import check_in
-from shufl.accounting import CheckInRdpAccountant
+from rounds import check_in, everyone, fixed_size, with_noise
+from shufl.accounting import CheckInRdpAccountant, Theorem3Accountant
 from shufl.accounting.numerics import moments
 from shufl.accounting.numerics import renyi as rdp_bounds
-from shufl.accounting.numerics.reverse_moments import _integrated, larger_direction
+from shufl.accounting.numerics.reverse_moments import _MeanRatio, larger_direction
 
 CASES = [
     (1, 1.0, 2.0),
@@ -36,7 +36,7 @@ def never_below(got, truth, slack=2e-10):
 
 @pytest.mark.parametrize(("users", "rate", "sigma"), CASES)
 def test_moments_equal_the_partition_sum_in_50_digits(users, rate, sigma):
-    got = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 12)
+    got = rdp_bounds.forward_moments(users, users, rate, sigma, 12)
     for order in range(2, 13):
         never_below(got[order], mp.log(moment(users, sigma, order, rate)))
 
@@ -48,20 +48,20 @@ def test_moments_equal_the_partition_sum_in_50_digits(users, rate, sigma):
 def test_high_orders_equal_the_series_in_high_precision(users, rate, sigma):
     with mp.workdps(400 if users < 100 else 60):
         truth = series_moments(users, sigma, 150, rate)
-        got = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, 150)
+        got = rdp_bounds.forward_moments(users, users, rate, sigma, 150)
         for order in range(2, 151, 7):
             never_below(got[order], mp.log(truth[order]))
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 7.0, 1e4])
 def test_one_user_who_always_reports_is_the_gaussian_mechanism(sigma):
-    rdp = rdp_bounds.rdp_from_log_moments(rdp_bounds.shuffled_gaussian(1, sigma, 300))
+    rdp = rdp_bounds.rdp_from_log_moments(rdp_bounds.forward_moments(1, 1, 1.0, sigma, 300))
     np.testing.assert_allclose(rdp, np.arange(2, 301) / (2 * sigma**2), rtol=3e-10)
 
 
 @pytest.mark.parametrize(("users", "rate"), [(1, 0.3), (2, 1.0), (2, 0.3), (3, 0.6)])
 def test_small_groups_agree_with_quadrature(users, rate):
-    got = rdp_bounds.shuffled_check_in_gaussian(users, rate, 1.5, 6)
+    got = rdp_bounds.forward_moments(users, users, rate, 1.5, 6)
     for order in range(2, 7):
         truth = quadrature(users, 1.5, rate, lambda w, k=order: w**k)
         assert got[order] == pytest.approx(math.log(truth), rel=1e-8)
@@ -81,7 +81,7 @@ def test_the_reverse_direction_of_one_user_is_the_closed_form(sigma, max_order, 
         k = np.array([order - 1.0])
         growth = mp.expm1((k[0] ** 2 + k[0]) / (2 * mp.mpf(sigma) ** 2))
         truth = float(mp.log1p(mp.mpf(rate) * growth))
-        got = _integrated(k, np.array([truth]), 1.0, 1.0, rate, sigma)[0]
+        got = _MeanRatio(1.0, 1.0, rate, sigma).reverse(k, np.array([truth]))[0]
         assert got == pytest.approx(truth, rel=1e-11)
 
 
@@ -127,7 +127,7 @@ def test_the_reverse_direction_equals_nested_quadrature(users, draws, rate, sigm
 def test_the_reverse_direction_equals_quadrature_and_is_not_the_larger(users, rate, sigma, order):
     truth = math.log(quadrature(users, sigma, rate, lambda w: w ** (1.0 - order)))
     assert reverse(users, users, rate, sigma, order)[order] == pytest.approx(truth, rel=1e-7)
-    forward = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, order)
+    forward = rdp_bounds.forward_moments(users, users, rate, sigma, order)
     assert truth <= forward[order] * (1 + 1e-9)
 
 
@@ -159,7 +159,7 @@ def test_the_reverse_direction_of_a_billion_users_keeps_its_digits():
 def test_both_directions_are_taken_by_the_accountants(monkeypatch):
     event = check_in(7, 0.4, 2.0)
     tiny = np.full(21, 1e-30)
-    monkeypatch.setattr(rdp_bounds, "shuffled_check_in_gaussian", lambda *_: tiny)
+    monkeypatch.setattr(rdp_bounds, "forward_moments", lambda *_: tiny)
     got = CheckInRdpAccountant.log_moments(event, 2.0, 20)
     assert got[2] == pytest.approx(math.log(float(
         mp.fsum(mp.binomial(7, m) * mp.mpf(0.4) ** m * mp.mpf(0.6) ** (7 - m)
@@ -169,7 +169,7 @@ def test_both_directions_are_taken_by_the_accountants(monkeypatch):
 
 def test_table_1_of_the_paper():
     orders = np.arange(2, 31)
-    rdp = rdp_bounds.rdp_from_log_moments(rdp_bounds.shuffled_gaussian(60_000, 9.48, 30))
+    rdp = rdp_bounds.rdp_from_log_moments(rdp_bounds.forward_moments(60_000, 60_000, 1.0, 9.48, 30))
     for compositions in range(1, 8):
         epsilon = compute_epsilon(orders, compositions * rdp, 1 / 60_000)[0]
         assert 0.228200 <= epsilon <= 0.228225
@@ -185,21 +185,21 @@ def test_check_in_is_the_binomial_mixture_of_fixed_sizes(users, rate, sigma, ord
     chances = stats.binom.pmf(np.arange(users + 1), users, rate)
     mixture = 0.0
     for k, chance in enumerate(chances):
-        part = rdp_bounds.fixed_size_shuffled_gaussian(users, k, sigma, order)[order]
+        part = rdp_bounds.forward_moments(users, k, 1.0, sigma, order)[order]
         mixture += chance * (mp.expm1(part))
-    got = rdp_bounds.shuffled_check_in_gaussian(users, rate, sigma, order)[order]
+    got = rdp_bounds.forward_moments(users, users, rate, sigma, order)[order]
     assert got == pytest.approx(float(mp.log1p(mixture)), rel=1e-8)
 
 
 @given(users=st.integers(1, 10**6), sigma=st.floats(0.2, 50), more=st.integers(1, 1000))
 def test_everyone_taking_part_is_theorem_1_in_every_form(users, sigma, more):
-    everyone = rdp_bounds.shuffled_gaussian(users, sigma, 40)
-    check_in = rdp_bounds.shuffled_check_in_gaussian(users, 1.0, sigma, 40)
-    fixed = rdp_bounds.fixed_size_shuffled_gaussian(users, users, sigma, 40)
+    everyone = rdp_bounds.forward_moments(users, users, 1.0, sigma, 40)
+    check_in = rdp_bounds.forward_moments(users, users, 1.0, sigma, 40)
+    fixed = rdp_bounds.forward_moments(users, users, 1.0, sigma, 40)
     np.testing.assert_allclose(check_in, everyone, rtol=1e-12)
     np.testing.assert_allclose(fixed, everyone, rtol=1e-12)
     # Just below certainty the coins go through the other recurrence.
-    almost = rdp_bounds.shuffled_check_in_gaussian(users, 1 - 1e-12, sigma, 40)
+    almost = rdp_bounds.forward_moments(users, users, 1 - 1e-12, sigma, 40)
     np.testing.assert_allclose(almost, everyone, rtol=1e-8)
 
 
@@ -211,7 +211,7 @@ def test_everyone_taking_part_is_theorem_1_in_every_form(users, sigma, more):
 )
 def test_rdp_falls_in_users_and_noise_and_rises_in_the_rate(users, rate, sigma, factor):
     def rdp(n, g, s):
-        return rdp_bounds.shuffled_check_in_gaussian(n, g, s, 30)
+        return rdp_bounds.forward_moments(n, n, g, s, 30)
 
     here = rdp(users, rate, sigma)
     slack = 1 + 1e-9
@@ -231,30 +231,26 @@ def test_theorem_2_is_the_printed_sum(rate, m, sigma):
 def test_theorem_2_is_never_below_the_exact_fixed_size_moment(data, users, sigma):
     m = data.draw(st.integers(1, users))
     bound = rdp_bounds.subsampled_shuffled_gaussian(m / users, m, sigma, 40)
-    exact = rdp_bounds.fixed_size_shuffled_gaussian(users, m, sigma, 40)
+    exact = rdp_bounds.forward_moments(users, m, 1.0, sigma, 40)
     assert np.all(bound * (1 + 1e-9) >= exact)
 
 
 def test_no_reports_cost_nothing_even_without_noise():
-    assert not rdp_bounds.fixed_size_shuffled_gaussian(10, 0, 0.0, 5).any()
+    assert not rdp_bounds.forward_moments(10, 0, 1.0, 0.0, 5).any()
     assert not rdp_bounds.subsampled_shuffled_gaussian(0.5, 0, 0.0, 5).any()
 
 
-@pytest.mark.parametrize("sigma", [0.0, 1e-160, 1e-200])
-def test_a_moment_that_cannot_be_represented_is_infinite(sigma):
-    for result in (
-        rdp_bounds.shuffled_gaussian(5, sigma, 4),
-        rdp_bounds.shuffled_check_in_gaussian(5, 0.5, sigma, 4),
-        rdp_bounds.fixed_size_shuffled_gaussian(5, 2, sigma, 4),
-        rdp_bounds.subsampled_shuffled_gaussian(0.5, 2, sigma, 4),
-    ):
-        assert np.all(result[2:] > 1e300)
+@pytest.mark.parametrize("noise", [0.0, 1e-160, 1e-200])
+@pytest.mark.parametrize("event", [everyone(5, 1.0), check_in(5, 0.5, 1.0), fixed_size(5, 2, 1.0)])
+def test_a_moment_that_cannot_be_represented_is_infinite(event, noise):
+    for kind in (CheckInRdpAccountant, Theorem3Accountant):
+        assert np.all(kind(max_order=4).compose(with_noise(event, noise)).rdp > 1e300)
 
 
 def test_very_large_noise_keeps_its_digits():
-    got = rdp_bounds.shuffled_gaussian(10, 1e100, 2)[2]
+    got = rdp_bounds.forward_moments(10, 10, 1.0, 1e100, 2)[2]
     assert got == pytest.approx(1e-201, rel=1e-8)  # log(1 + (e^s - 1)/10), s = 1e-200
-    assert np.all(rdp_bounds.shuffled_check_in_gaussian(10**6, 0.01, 1e170, 10)[2:] > 0)
+    assert np.all(rdp_bounds.forward_moments(10**6, 10**6, 0.01, 1e170, 10)[2:] > 0)
 
 
 def test_a_nan_becomes_infinite_not_small():

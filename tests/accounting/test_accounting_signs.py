@@ -12,17 +12,17 @@ from scipy import stats
 
 from nights import by_night
 from shufl.accounting import (
+    ADJACENCIES,
     BlanketAccountant,
     CrowdAccountant,
     LocalAccountant,
     PldAccountant,
-    adjacency,
 )
 from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
-from shufl.accounting.peers.signs import clones_delta
+from shufl.accounting.peers.comparisons import clones_delta
 from shufl.protocol import CheckIn, FixedSize, LdpSgd, RandomisedResponse, Shuffled
 
-RELATIONS = list(adjacency.ADJACENCIES.values())
+RELATIONS = list(ADJACENCIES.values())
 
 
 def noise_of(local_epsilon):
@@ -63,7 +63,7 @@ def test_a_round_of_blankets_costs_what_enumeration_finds(relation, rate, blanke
     counts = stats.poisson(blankets / 2).pmf(np.arange(ends))
     hidden = np.outer(counts, counts)
     right = math.exp(local) / (1 + math.exp(local))
-    replaced = 0.5 if relation is adjacency.relation_of("zero-out") else 1 - right
+    replaced = 0.5 if relation is ADJACENCIES["zero-out"] else 1 - right
     first, second = (
         convolved(hidden, law_of_user(chance, rate, ends)) for chance in (right, replaced)
     )
@@ -85,7 +85,7 @@ def test_the_crowd_bounds_every_dataset_of_few_users(relation, participation):
     accountant.compose(Shuffled(users, participation, mechanism))
     right = math.exp(local) / (1 + math.exp(local))
     ends = users + 1
-    zero_out = relation is adjacency.relation_of("zero-out")
+    zero_out = relation is ADJACENCIES["zero-out"]
     chances = [right, 1 - right, 0.5]
     largest = dict.fromkeys((0.0, 0.1, 0.4, 0.9), 0.0)
     for others in itertools.combinations_with_replacement(chances, users - 1):
@@ -190,7 +190,7 @@ def test_randomised_response_among_blankets_costs_what_enumeration_finds(
         total[:, :, 1:] += rate * sum(chances[2:]) * hidden[:, :, :-1]
         return total
 
-    zero_out = relation is adjacency.relation_of("zero-out")
+    zero_out = relation is ADJACENCIES["zero-out"]
     accountant = BlanketAccountant(relation)
     accountant.compose(Shuffled(1, CheckIn(rate), mechanism, blankets))
     for epsilon in (0.0, 0.05, 0.3, 0.8):

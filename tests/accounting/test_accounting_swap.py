@@ -10,18 +10,17 @@ from scipy import special
 from nights import by_night
 from rounds import check_in
 from shufl import accounting
-from shufl.accounting.audit import placements as audit_placements
 from shufl.accounting.audit.placements import AttackedRound, Placement
 from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_parts
 from shufl.accounting.numerics.swap_bound import SwapBound, worst_law
-from shufl.accounting.numerics.worst_pairs import against_zero, opposite, zero_against
+from shufl.accounting.numerics.worst_pairs import AGAINST_ZERO, OPPOSITE, ZERO_AGAINST
 
 pytestmark = pytest.mark.slow
 
 # User 1's two records on a line, in the unit ball.
-PAIRS = {opposite: (1.0, -1.0), against_zero: (1.0, 0.0), zero_against: (0.0, 1.0)}
-DIRECTIONS = {"replace": (opposite, opposite), "zero-out": (against_zero, zero_against)}
+PAIRS = {OPPOSITE: (1.0, -1.0), AGAINST_ZERO: (1.0, 0.0), ZERO_AGAINST: (0.0, 1.0)}
+DIRECTIONS = {"replace": (OPPOSITE, OPPOSITE), "zero-out": (AGAINST_ZERO, ZERO_AGAINST)}
 
 
 def event_of(users, rate, noise):
@@ -64,7 +63,7 @@ def test_the_worst_law_is_the_upper_envelope_of_two_placements(pair, alpha, widt
     found = stop_loss_of_the_law(pair, width, alpha, s)
     np.testing.assert_allclose(found, np.maximum(*ends), rtol=2e-6, atol=2e-7)
     # The proof names which end is the larger, by the sign of s.
-    right = 0 if pair is not zero_against else 1
+    right = 0 if pair is not ZERO_AGAINST else 1
     far = stop_loss_on_the_line(first, second, (-1.0, 1.0)[right], width, alpha, s[s > 0.0])
     np.testing.assert_allclose(found[s > 0.0], far, rtol=2e-6, atol=2e-7)
 
@@ -148,9 +147,9 @@ def test_the_worst_law_dominates_every_placement_in_the_plane(pair):
                 second = -first + 0.1 * rng.normal(size=2)
                 other = rng.choice([-1.0, 1.0]) * first + 0.1 * rng.normal(size=2)
                 second, other = (x / max(1.0, float(np.linalg.norm(x))) for x in (second, other))
-            if pair is against_zero:
+            if pair is AGAINST_ZERO:
                 second = np.zeros(2)
-            if pair is zero_against:
+            if pair is ZERO_AGAINST:
                 first, second = np.zeros(2), first
             here = planar_stop_loss(first, second, other, width, alpha, s)
             assert np.all(here <= most * (1.0 + 1e-3) + 2e-5)
@@ -211,30 +210,67 @@ def test_few_users_by_permanents(adjacency, users):
             assert_bounds(bound, ratios, (0.0, 0.1, 0.5, 1.0))
 
 
+def two_groups(rng, first, second, others, rate, noise, samples):
+    """Likelihood ratios of second to first, of rounds drawn under first, all on a line.
+
+    The others hold 1 or -1. Of k reports any k users may be the senders, in any order: a sum over
+    how many of them hold 1 of elementary symmetric polynomials.
+    """
+    plus, minus = np.sum(others > 0), np.sum(others < 0)
+
+    def ways(k, a):  # of a senders among those who hold 1, and k - a among those who hold -1
+        left = np.array([plus - a, minus - k + a])
+        logs = special.gammaln(plus + 1) + special.gammaln(minus + 1)
+        return np.where(left >= 0, logs - special.gammaln(left + 1.0), -np.inf).sum(axis=0) - logs
+
+    ratios = []
+    for _ in range(samples):
+        y = np.append(others, first) + noise * rng.standard_normal(len(others) + 1)
+        y = y[rng.random(y.size) < rate]
+        up, *own = (np.exp(((x + 1) * y - (x * x - 1) / 2) / noise**2) for x in (1, first, second))
+        # Without user 1's report, and with it under first and under second.
+        sums = np.zeros((3, plus + 1))
+        sums[0, 0] = 1.0
+        for j in range(y.size):
+            raised = sums.copy()
+            raised[:, 1:] += up[j] * sums[:, :-1]
+            raised[1:] += np.array(own)[:, j, None] * sums[0]
+            sums = raised / raised.max()
+        a = np.arange(plus + 1)
+        logs = np.array([ways(y.size, a), ways(y.size - 1, a)])
+        weights = np.exp(logs - logs.max())
+        away, one, two = sums[0] @ weights[0], sums[1] @ weights[1], sums[2] @ weights[1]
+        ratios.append((away + two) / (away + one))
+    return np.array(ratios)
+
+
 @pytest.mark.parametrize("adjacency", DIRECTIONS)
 @pytest.mark.parametrize(
     ("users", "rate", "noise"), [(60, 1.0, 3.0), *by_night((150, 0.5, 3.0), (100, 1.0, 5.0))]
 )
-def test_two_groups_of_others_by_exact_ratios(monkeypatch, adjacency, users, rate, noise):
-    monkeypatch.setattr(audit_placements, "_MOST_EXACT_WORK", 10**9)
+def test_two_groups_of_others_by_exact_ratios(adjacency, users, rate, noise):
     rng = np.random.default_rng(users)
     bound = crowd(adjacency, users, rate, noise)
-    x = np.ones(1)
-    second = -x if adjacency == "replace" else 0.0 * x
+    second = -1.0 if adjacency == "replace" else 0.0
     place = np.arange(users - 1)
-    for name, held in {
-        "opposite": -np.ones(users - 1),
-        "same": np.ones(users - 1),
-        "mixed": np.where(place < users // 10, 1.0, -1.0),
-        "half": np.where(place % 2, 1.0, -1.0),
-    }.items():
-        attacked = AttackedRound(
-            event_of(users, rate, noise), Placement(name, x, second, held[:, None])
-        )
+    for others in (np.where(place < users // 10, 1.0, -1.0), np.where(place % 2, 1.0, -1.0)):
+        for ends in ((1.0, second), (second, 1.0)):
+            ratios = two_groups(rng, *ends, others, rate, noise, 200)
+            assert_bounds(bound, ratios, (0.0, 0.1, 0.2, 0.4))
+
+
+@pytest.mark.parametrize("adjacency", DIRECTIONS)
+def test_others_at_one_place_by_exact_ratios(adjacency):
+    users, noise = 60, 3.0
+    rng = np.random.default_rng(users)
+    bound = crowd(adjacency, users, 1.0, noise)
+    second = -np.ones(1) if adjacency == "replace" else np.zeros(1)
+    for held in (-1.0, 1.0):
+        placement = Placement("one place", np.ones(1), second, np.full((users - 1, 1), held))
+        attacked = AttackedRound(event_of(users, 1.0, noise), placement)
         assert attacked.exact
-        samples = 1000 if name in ("opposite", "same") else 200
         for first, sign in ((True, -1.0), (False, 1.0)):
-            ratios = np.exp(sign * attacked.scores(first, samples, rng))
+            ratios = np.exp(sign * attacked.scores(first, 1000, rng))
             assert_bounds(bound, ratios, (0.0, 0.1, 0.2, 0.4))
 
 
@@ -253,7 +289,7 @@ def test_the_swap_bound_itself_holds_and_is_close(pair):
 
     ratios = density(second) / density(first)
     # δ is a factor too large, which grows as δ falls; ε is off by some 15 % at δ = 1e-5.
-    for epsilon, factor in ((0.0, 1.6), (0.02, 2.0 if pair is opposite else 1.6), (0.05, 3.0)):
+    for epsilon, factor in ((0.0, 1.6), (0.02, 2.0 if pair is OPPOSITE else 1.6), (0.05, 3.0)):
         alpha = math.exp(epsilon)
         kept = np.maximum(1.0 - alpha * ratios, 0.0)
         exact, error = float(np.mean(kept)), float(np.std(kept)) / math.sqrt(ratios.size)
@@ -262,7 +298,7 @@ def test_the_swap_bound_itself_holds_and_is_close(pair):
         found = min(swap.divergence(alpha, pair) for swap in swaps if swap.holds)
         assert found >= exact - 5.0 * error
         assert found <= factor * exact
-        if pair is not opposite:
+        if pair is not OPPOSITE:
             at_all = crowd("zero-out", users, 1.0, noise).get_delta(epsilon)
             assert at_all >= exact - 5.0 * error
 
@@ -289,7 +325,7 @@ def test_the_rule_over_the_unswapped_report(pair, users, rate, noise, lost):
         count = TermsCount(others, rate, 1.0 - rate, alpha - 1.0)
         first, second = (np.exp(m * width * t - 0.5 * (m * width) ** 2) for m in PAIRS[pair])
         own = cap * (first - alpha * second + alpha - 1.0)
-        if pair is zero_against:
+        if pair is ZERO_AGAINST:
             own = own[::-1]
         found = positive_parts(law, count, np.append(own, 0.0))
         whole = (float(weight @ found[:-1]) + (1.0 - rate) * float(found[-1])) / crowd_size
@@ -349,7 +385,7 @@ def test_two_terms_at_several_shifts_by_quadrature(pair, rate, alpha):
 
 
 def test_shifts_do_not_disturb_each_other():
-    law = worst_law(opposite, 1.0, 1.2, 1.05)
+    law = worst_law(OPPOSITE, 1.0, 1.2, 1.05)
     count = TermsCount(40, 0.3, 0.7, 0.2)
     shifts = np.array([0.0, 0.7, -1.0, 4.0])
     together = positive_parts(law, count, shifts)

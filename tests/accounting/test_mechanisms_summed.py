@@ -12,7 +12,7 @@ from scipy import integrate, stats
 
 from nights import by_night
 from rounds import words
-from shufl.accounting.numerics.subsampled import subsampled_profile
+from shufl.accounting.numerics.gaussian import subsampled_profile
 from shufl.protocol.mechanisms import clip
 from shufl.protocol.mechanisms.summed import (
     check_sums,

@@ -67,7 +67,8 @@ def bytes_of_a_message(changes):
 
     config = api._with(load("quickstart", changes), api._carried(data(), Net))
     engine = FlowerEngine(prepare(config))
-    settings = engine._client_settings(run_id="run", shufflers=())
+    policy = engine._policy(run_id="run", ledger=None)
+    settings = engine._client_settings(policy=policy, shufflers=())
     before = len(cloudpickle.dumps(settings))
     for each in engine._carried:
         each.put_in_ray()

@@ -230,7 +230,7 @@ def test_every_name_means_something():
 def test_a_search_that_does_not_use_up_the_target_is_told_before_the_run():
     overrides = ["privacy.target_epsilon=9e5", "privacy.noise_multiplier=", "privacy.rounds=3"]
     found = prepare(load("quickstart", [*overrides, "privacy.accountant=local"])).unused
-    assert found.endswith("of 900000, and the search goes no further than noise = 0.2")
+    assert found.endswith("of 900000, and the search goes no further than noise_multiplier = 0.2")
     assert prepare(load("quickstart", ["privacy.rounds=3"])).unused is None  # nothing is searched
 
 
