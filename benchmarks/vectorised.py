@@ -48,7 +48,7 @@ from shufl.protocol.mechanisms import SeededRandomness
 from shufl.results.experiment import Experiment, prepare
 from shufl.results.run import Run
 from shufl.results.run_folder import read_rows
-from shufl.simulator.engines.memory import keep_freed_memory
+from shufl.simulator.engines import keep_freed_memory
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
 
 _PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work

@@ -189,6 +189,12 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
     )
 
 
+def initial_model(config: Config) -> nn.Module:
+    """The model of a run before its first round; every value of `config` is decided."""
+    form = load_records(config.data.dataset, config.data.features).form(config.data.task)
+    return model_maker(config, form)()
+
+
 def _check_options(config: Config) -> None:
     """Refuses options that the algorithm does not take."""
     name = config.training.algorithm

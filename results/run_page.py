@@ -36,6 +36,9 @@ from shufl.results.tables import (
 Table = list[list[str]]
 """Rows of cells, the heads first."""
 
+Row = dict[str, Any]
+"""A row of metrics.jsonl, an accountant's of `epsilon_rows`, or a summary."""
+
 Part = dict[str, Any]
 """A part of a page.
 
@@ -71,77 +74,87 @@ def page_of_run(folder: Path) -> str:
     """
     plan = PrivacyPlan.from_json((folder / "plan.json").read_bytes())
     config = (folder / "config.toml").read_text(encoding="utf-8")
+    rows: list[Row] = []
+    spent = 0
     if (folder / "ledger.jsonl").exists():
         ledger, rows = read_run(folder)
-        entries = ledger.entries
+        spent = len(ledger.entries)
     else:  # before its first round
         check_ledger(folder, 0, rounds_told(folder))
-        rows, entries = [], []
     path = folder / "summary.json"
-    summary = json.loads(path.read_bytes()) if path.exists() else None
-    if summary is not None and summary["rounds"] != len(entries):
-        summary = None  # of an earlier end: the run goes on, or was killed after it was resumed
-    if summary is None:
-        too_few = too_few_present(plan, rows, len(entries))
-        epsilons = epsilon_rows(epsilon_table(plan, len(entries), too_few))
-    else:
-        epsilons = summary["epsilon"]
-    evaluated = scores_of(rows)
-    score = rows[0]["score"] if rows else "score"
-    scored = score_text(score, evaluated[-1][1]) if evaluated else "not evaluated yet"
-    if summary is not None and summary[summary["score"]] is None:
-        scored = "not a number"
-    settings = read_toml(folder / "config.toml")
-    least = for_every_pair({name: row["epsilon"] for name, row in epsilons.items()})
-    stopped = STOPPED[summary["stopped_by"]] if summary else "not finished when this was made"
-    seed = settings["seed"]
-    simulated = f"seed {seed}: a simulation, which protects nobody"
-    entropy = "the operating system" if seed == "system" else simulated
-    if settings["simulation"]["engine"] == "vectorised" and seed == "system":
-        entropy += " (the vectorised engine is for experiments: no proof covers its rounding)"
-    facts = [("halting ε", _told(epsilons, plan.accountant))]
-    if least is not None and least != plan.accountant:
-        facts.append(("least ε for every pair", _told(epsilons, least)))
-    facts += [
-        (f"test {score}", scored),
-        ("budget", f"ε ≤ {plan.target_epsilon:g}"),
-        ("δ, neighbours", f"{rounded_up(plan.delta)}, {plan.adjacency}"),
-        ("end", stopped),
-        ("coins and noise", f"from {entropy}"),
-        *what_trained(settings).items(),
-        *origin(read_starts(folder)),
-    ]
+    summary: Row = json.loads(path.read_bytes()) if path.exists() else {}
+    if summary.get("rounds") != spent:
+        summary = {}  # of an earlier end: the run goes on, or was killed after it was resumed
+    epsilons = summary.get("epsilon") or epsilon_rows(
+        epsilon_table(plan, spent, too_few_present(plan, rows, spent))
+    )
+    facts = _facts(plan, read_toml(folder / "config.toml"), rows, epsilons, summary)
+    rounds = {"rounds spent": spent, **Counter(row["outcome"] for row in rows)}
+    if without := spent - len(rows):
+        rounds["spent, without a row"] = without
     note = AS_PLANNED if any("planned" in row for row in epsilons.values()) else ""
     cells = epsilon_cells(epsilons, plan.accountant)
     sections: list[Part] = [
-        {"facts": facts},
+        {"facts": [*facts, *origin(read_starts(folder))]},
         {"title": "What ε holds for", "note": note, "table": cells},
-    ]
-    if evaluated:
-        plot = image(plot_score_epsilon, rows, plan)
-        alt = f"Test {score} against ε, a line for each accountant, which ends at the ε above."
-        sections.append({"title": f"{score.capitalize()} and ε", "plot": plot, "alt": alt})
-    if rows:
-        plot = image(plot_rounds, rows)
-        alt = f"Reports and test {score} of {len(rows)} rounds."
-        sections.append({"title": "Round by round", "plot": plot, "alt": alt})
-    spent = [("rounds spent", len(entries)), *Counter(row["outcome"] for row in rows).items()]
-    if without := len(entries) - len(rows):
-        spent.append(("spent, without a row", without))
-    note = (
-        "A round counts as spent from the moment before anybody is asked for a report, whatever "
-        "becomes of it."
-    )
-    sections += [
-        {"title": "Ledger", "note": note, "facts": spent},
+        *_plots(plan, rows),
+        {"title": "Ledger", "note": _SPENT, "facts": list(rounds.items())},
         {"title": "Plan", "facts": list(_in_words(json.loads(plan.to_json())))},
         {"title": "Configuration", "files": [("config.toml", config)]},
     ]
-    versions = (summary or {}).get("versions", {})
-    about = [f"{name} {version}" for name, version in versions.items()]
-    if summary is not None:
+    about = [f"{name} {version}" for name, version in summary.get("versions", {}).items()]
+    if summary:
         about.insert(0, f"engine {summary['engine']}")
     return render("page.html", folder.resolve().name, ", ".join(about), sections)
+
+
+_SPENT = (
+    "A round counts as spent from the moment before anybody is asked for a report, whatever "
+    "becomes of it."
+)
+
+
+def _facts(
+    plan: PrivacyPlan,
+    settings: dict[str, Any],
+    rows: list[Row],
+    epsilons: dict[str, Row],
+    summary: Row,
+) -> Iterator[tuple[str, str]]:
+    """What matters first; `summary` is empty if the run has not ended."""
+    yield "halting ε", _told(epsilons, plan.accountant)
+    least = for_every_pair({name: row["epsilon"] for name, row in epsilons.items()})
+    if least is not None and least != plan.accountant:
+        yield "least ε for every pair", _told(epsilons, least)
+    evaluated = scores_of(rows)
+    score = rows[0]["score"] if rows else "score"
+    scored = score_text(score, evaluated[-1][1]) if evaluated else "not evaluated yet"
+    if summary and summary[summary["score"]] is None:
+        scored = "not a number"
+    yield f"test {score}", scored
+    yield "budget", f"ε ≤ {plan.target_epsilon:g}"
+    yield "δ, neighbours", f"{rounded_up(plan.delta)}, {plan.adjacency}"
+    yield "end", STOPPED[summary["stopped_by"]] if summary else "not finished when this was made"
+    source = f"seed {settings['seed']}: a simulation, which protects nobody"
+    if settings["seed"] == "system":
+        source = "the operating system"
+        if settings["simulation"]["engine"] == "vectorised":
+            source += " (the vectorised engine is for experiments: no proof covers its rounding)"
+    yield "coins and noise", f"from {source}"
+    yield from what_trained(settings).items()
+
+
+def _plots(plan: PrivacyPlan, rows: list[Row]) -> Iterator[Part]:
+    """The score against ε, and reports and score round by round, as far as there are any."""
+    if not rows:
+        return
+    score = rows[0]["score"]
+    if scores_of(rows):
+        plot = image(plot_score_epsilon, rows, plan)
+        alt = f"Test {score} against ε, a line for each accountant, which ends at the ε above."
+        yield {"title": f"{score.capitalize()} and ε", "plot": plot, "alt": alt}
+    alt = f"Reports and test {score} of {len(rows)} rounds."
+    yield {"title": "Round by round", "plot": image(plot_rounds, rows), "alt": alt}
 
 
 def _told(epsilons: dict[str, dict[str, Any]], accountant: str) -> str:

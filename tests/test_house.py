@@ -15,12 +15,12 @@ MOST_LINES = {
     "accounting": 4360,
     "clients": 1180,
     "deploy": 1940,
-    "learning": 2930,
+    "learning": 2880,
     "protocol": 1130,
-    "results": 1260,
+    "results": 1250,
     "server": 1140,
     "shuffler": 3380,
-    "simulator": 2820,
+    "simulator": 2790,
     "src": 1880,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""

@@ -35,9 +35,8 @@ from shufl.server import (
     TrainingSettings,
 )
 from shufl.shuffler import ShufflerProcess
-from shufl.simulator.engines import check_draws
+from shufl.simulator.engines import check_draws, keep_freed_memory
 from shufl.simulator.engines.flower_worker import leased, simulated_device
-from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.ray_cluster import check_cpus, running_ray
 from shufl.vendor_internals import run_simulation
 

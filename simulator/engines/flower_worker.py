@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from shufl.clients import SimulatedLedger
 from shufl.learning.your_code import make_importable
-from shufl.simulator.engines.memory import keep_freed_memory
+from shufl.simulator.engines import keep_freed_memory
 
 
 def simulated_device(devices: Path, node: int) -> SimulatedLedger:

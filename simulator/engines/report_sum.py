@@ -23,8 +23,8 @@ from shufl.learning.parameters import frozen_digest, load_sent
 from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
 from shufl.server import RoundFailed
+from shufl.simulator.engines import keep_freed_memory
 from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
-from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.user_gradients import Computation, clipped_sum_of_updates, ready_for
 
 if TYPE_CHECKING:

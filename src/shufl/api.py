@@ -18,9 +18,7 @@ from shufl.accounting import PrivacyPlan, epsilon_table
 from shufl.learning import load_tensors
 from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config, load
-from shufl.learning.configured import model_maker
 from shufl.learning.data.datasets import Dataset
-from shufl.learning.data.features import load_records
 from shufl.learning.parameters import frozen_digest, load_sent
 from shufl.learning.your_code import (
     Carried,
@@ -33,6 +31,7 @@ from shufl.learning.your_code import (
 from shufl.protocol import StoppedBy
 from shufl.protocol.console import Console
 from shufl.protocol.validation import ConfigError
+from shufl.results.experiment import initial_model
 from shufl.results.plots import plot_score_epsilon
 from shufl.results.run import Run
 from shufl.results.run_folder import MetricsError, config_of, read_run
@@ -120,9 +119,7 @@ class RunResult:
         if not (path := self.folder / "model.pt").exists():
             raise RoundFailed(f"{path} is missing: the run has not come to its end")
         code_digest(self._config.own_code)  # or refuses what has changed
-        data = self._config.data
-        form = load_records(data.dataset, data.features).form(data.task)
-        model = model_maker(self._config, form)()
+        model = initial_model(self._config)
         try:
             state = load_tensors(path)
         except Exception as error:
@@ -237,7 +234,8 @@ def resume(
 
     Args:
         folder: the run folder.
-        dataset, model: the objects that `run` was given, again; none if it was given none.
+        dataset: the object that `run` was given as its dataset; None if it was given none.
+        model: the object that `run` was given as its model; None if it was given none.
         on_round: as for `run`; it is not called for rounds that have a row in metrics.jsonl.
         progress: as for `run`.
 
@@ -271,7 +269,8 @@ def load_run(
 
     Args:
         folder: the run folder.
-        dataset, model: the objects that `run` was given. Only `RunResult.model` needs them.
+        dataset: the object that `run` was given as its dataset. Only `RunResult.model` needs it.
+        model: the object that `run` was given as its model. Only `RunResult.model` needs it.
 
     Returns:
         The results so far, or of the whole run.

@@ -107,8 +107,8 @@ def test_empty_reports_are_left_out_of_the_sum_and_are_no_mistake(shuffler, cont
         reply_content(round.announce())
         control.close_round(round.header.run_id, 1)
         mean = Mean(round.plan, round.dimension)
-        batches = [(round.header, control.release(round.header.run_id, 1))]
-        about = batches, round.private_key, round.plan, round.dimension
+        batch = round.header, control.release(round.header.run_id, 1)
+        about = batch, round.private_key, round.plan, round.dimension
         aggregate = aggregate_reports(*about, mean, USERS)
         assert aggregate.rejected == 0
         sums.append((aggregate.reports, aggregate.estimate.tobytes()))
@@ -122,7 +122,7 @@ def test_without_cover_in_the_plan_an_empty_report_is_rejected(shuffler, control
         assert list(intake.submit(round.header, [(1, sealed)])) == [Verdict.ACCEPTED]
     control.close_round("uninvited", 1)
     mean = Mean(round.plan, round.dimension)
-    batches = [(round.header, control.release("uninvited", 1))]
-    about = batches, round.private_key, round.plan, round.dimension
+    batch = round.header, control.release("uninvited", 1)
+    about = batch, round.private_key, round.plan, round.dimension
     aggregate = aggregate_reports(*about, mean, USERS)
     assert aggregate.reasons == {"too-long": 1}

@@ -410,7 +410,7 @@ def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, overrides, mess
 
 FAULTS = """
 import resource, sys, torch
-from shufl.simulator.engines.memory import keep_freed_memory
+from shufl.simulator.engines import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
