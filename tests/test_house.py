@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
-    "accounting": 4360,
-    "clients": 1180,
+    "accounting": 3900,
+    "clients": 1190,
     "deploy": 1940,
-    "learning": 2880,
-    "protocol": 1130,
+    "learning": 2890,
+    "protocol": 1150,
     "results": 1250,
-    "server": 1140,
+    "server": 1110,
     "shuffler": 3380,
-    "simulator": 2790,
-    "src": 1880,
+    "simulator": 2780,
+    "src": 1770,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 NO_CODE = {
