@@ -14,7 +14,7 @@ from shufl.accounting.accountants.base import ShuffleAccountant, relation_of
 from shufl.protocol import validation
 from shufl.protocol.events import Allocation, Shuffled, Summed
 
-_CLASSES = {
+CLASSES: dict[str, str | type[ShuffleAccountant]] = {
     "theorem3": "renyi:Theorem3Accountant",
     "rdp": "renyi:CheckInRdpAccountant",
     "pld": "pld:PldAccountant",
@@ -24,21 +24,23 @@ _CLASSES = {
     "sum-central": "sums:SumCentralAccountant",
     "local": "local:LocalAccountant",
 }
+"""Where each accountant is, as `module:class` of `accounting.accountants`; or the class itself."""
 
 
 class _Accountants(Mapping[str, type[ShuffleAccountant]]):
     """Imports the module of a class when the class is first asked for: each takes its time."""
 
     def __getitem__(self, name: str) -> type[ShuffleAccountant]:
-        where = f"shufl.accounting.accountants.{_CLASSES[name]}"
-        accountant: type[ShuffleAccountant] = pkgutil.resolve_name(where)
-        return accountant
+        found = CLASSES[name]
+        if isinstance(found, str):
+            found = pkgutil.resolve_name(f"shufl.accounting.accountants.{found}")
+        return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_CLASSES)
+        return iter(CLASSES)
 
     def __len__(self) -> int:
-        return len(_CLASSES)
+        return len(CLASSES)
 
 
 ACCOUNTANTS: Mapping[str, type[ShuffleAccountant]] = _Accountants()

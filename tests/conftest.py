@@ -19,6 +19,7 @@ from hypothesis import is_hypothesis_test, settings
 from ports import free_ports
 from run_world import ray_of_its_own
 from shufl import accounting, protocol
+from shufl.accounting import registry
 from tiny_disk import in_memory
 from warm import flwr_command, run_code, warm_server, warm_sites
 
@@ -169,5 +170,5 @@ class FixedSizeOnly(accounting.LocalAccountant):
 @pytest.fixture
 def fixed_size_only(monkeypatch):
     """An accountant of the registry that does not price check-in rounds, by name."""
-    monkeypatch.setitem(accounting.ACCOUNTANTS, FixedSizeOnly.name, FixedSizeOnly)
+    monkeypatch.setitem(registry.CLASSES, FixedSizeOnly.name, FixedSizeOnly)
     return FixedSizeOnly.name

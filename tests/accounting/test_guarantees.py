@@ -78,8 +78,8 @@ def test_ldp_sgd_guarantees_its_local_epsilon():
 
 def test_gaussian_reports_guarantee_their_distance_and_their_noise():
     assert guarantee_of(GaussianMechanism) == (
-        "Two updates of a user, whatever they are, give reports of normal law with standard "
-        "deviation zC in each entry, rounded, whose means are at most 2C apart."
+        "The reports of any two updates of a user are rounded normal vectors with standard "
+        "deviation zC in each entry, and their means are at most 2C apart."
     )
     mechanism = GaussianMechanism(clip_norm=0.5, noise_multiplier=2.0)
     update = np.array([1e30, 0.0], dtype=np.float32)  # clipped, whatever it is

@@ -359,7 +359,8 @@ def test_a_seed_that_is_used_again_shows_the_shuffler_the_difference_of_two_mess
             monkeypatch.setattr(node_module, "new_seed", seeds)
         round = make_round(rate=1.0).under(central_noise=0.0)
         run_id = f"{round.header.run_id}{hidden}"
-        round.settings = dataclasses.replace(round.settings, run_id=run_id)
+        policy = dataclasses.replace(round.settings.policy, run_id=run_id)
+        round.settings = dataclasses.replace(round.settings, policy=policy)
         round.header = dataclasses.replace(round.header, run_id=run_id)
         round.open()
         client_app._nodes.clear()
