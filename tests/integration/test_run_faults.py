@@ -84,8 +84,8 @@ def test_a_killed_ray_worker_ends_the_run_in_one_line(worker_killed):
     run = only_folder(folder / "runs")
     assert result.returncode == 1
     assert re.fullmatch(
-        r"error: round 3, node [012](, node [012])*: a Ray worker died \(killed, or out of memory; a higher "
-        r"simulation\.cpus_per_node has fewer nodes at work at once\); "
+        r"error: round 3, node [012](, node [012])*: a Ray worker died \(killed, or out of memory; "
+        r"a higher simulation\.cpus_per_node has fewer nodes at work at once\); "
         rf"shufl run --resume {run} goes on\n",
         result.stderr,
     )
