@@ -59,7 +59,7 @@ _OPTIMISERS = """
 import copy, sys
 import torch
 from shufl.server import Optimiser
-from shufl.learning.names import Optimisers
+from shufl.learning.config import Optimisers
 
 first, found = torch.nn.Linear(3, 2), {}
 for name in Optimisers.__args__:
