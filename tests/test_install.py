@@ -246,7 +246,7 @@ def test_a_wheel_has_the_code_and_what_it_reads_and_nothing_else(copy, wheel):
         f"shufl/{path.relative_to(copy)}" for form in code + read for path in copy.glob(form)
     }
     expected |= {f"shufl/cli/{path.name}" for path in (copy / "src/shufl/cli").glob("*.py")}
-    front = {"__init__.py", "__init__.pyi", "api.py", "py.typed"}
+    front = {"__init__.py", "__init__.pyi", "api.py", "py.typed", "vendor_internals.py"}
     assert names == expected | {f"shufl/{name}" for name in front}
 
 

@@ -25,24 +25,24 @@ from typer.core import TyperGroup
 from shufl.cli.options import missing_extra, print_error
 
 _COMMANDS = {
-    "run": "experiment:run_command",
-    "histogram": "histogram:histogram_command",
-    "experiment": "experiment:experiment_command",
-    "report": "experiment:report_command",
-    "account": "account:account_command",
-    "calibrate": "calibrate:calibrate_command",
-    "audit": "audit:audit_command",
-    "shuffler": "shuffler:shuffler_command",
-    "node": "deployment:node_command",
-    "status": "deployment:status_command",
-    "doctor": "deployment:doctor_command",
-    "metrics": "deployment:metrics_command",
-    "provision": "deployment:provision_command",
-    "register": "deployment:register_command",
-    "rehearse": "deployment:rehearse_command",
-    "keys": "shuffler:keys_app",
-    "device": "device:device_app",
-    "record": "shuffler:record_app",
+    "run": "shufl.cli.experiment:run_command",
+    "histogram": "shufl.cli.histogram:histogram_command",
+    "experiment": "shufl.cli.experiment:experiment_command",
+    "report": "shufl.cli.experiment:report_command",
+    "account": "shufl.cli.account:account_command",
+    "calibrate": "shufl.cli.calibrate:calibrate_command",
+    "audit": "shufl.cli.audit:audit_command",
+    "shuffler": "shufl.cli.shuffler:shuffler_command",
+    "node": "shufl.cli.deployment:node_command",
+    "status": "shufl.cli.deployment:status_command",
+    "doctor": "shufl.cli.deployment:doctor_command",
+    "metrics": "shufl.cli.deployment:metrics_command",
+    "provision": "shufl.cli.deployment:provision_command",
+    "register": "shufl.cli.deployment:register_command",
+    "rehearse": "shufl.cli.deployment:rehearse_command",
+    "keys": "shufl.cli.shuffler:keys_app",
+    "device": "shufl.cli.device:device_app",
+    "record": "shufl.cli.shuffler:record_app",
 }
 """Where each command is. Only the module of the one that was given is imported."""
 
@@ -51,7 +51,7 @@ class _Commands(Mapping[str, click.Command]):
     """Imports a command, or a group of commands, when it is looked up."""
 
     def __getitem__(self, name: str) -> click.Command:
-        found = pkgutil.resolve_name(f"shufl.cli.{_COMMANDS[name]}")
+        found = pkgutil.resolve_name(_COMMANDS[name])
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
             found.command()(function)
