@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -26,6 +27,7 @@ from shufl.accounting import (
     PrivacyPlan,
     accountants_for,
     accountants_of_kind,
+    price,
 )
 from shufl.learning.config import Config, dumps, load
 from shufl.protocol import RoundRecord, validation
@@ -186,6 +188,10 @@ class RunRecorder:
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
         for row in self.rows:
             self._to_tensorboard(row)
+        # The first ε takes seconds, in which the nodes can start; it fills the accountants' caches.
+        first_round = plan.event(), 1, plan.adjacency, plan.delta
+        self._first = threading.Thread(target=price, args=first_round, daemon=True)
+        self._first.start()
 
     def __call__(self, record: RoundRecord) -> None:
         """Records one round, unless it has its row already."""
@@ -197,6 +203,7 @@ class RunRecorder:
         row |= metrics | {"epsilons": epsilons}
         self.rows.append(row)
         too_few = too_few_present(self._plan, self.rows, record.round)
+        self._first.join()
         for name, accountant in self._accountants.items():
             if too_few and accountant.counts_on_others:
                 continue

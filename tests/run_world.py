@@ -124,6 +124,19 @@ def running(pid):
         return False
 
 
+def left_behind(folder):
+    """Processes that have inherited TEST_FOLDER."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"TEST_FOLDER={folder}".encode() in environment and running(int(process.name)):
+            found.append(int(process.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
 def peak_bytes(pid, anew=False):
     """The most memory that a process has had. `anew`: from now on, until it is asked anew."""
     if anew:

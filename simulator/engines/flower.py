@@ -68,27 +68,11 @@ class FlowerEngine:
 
     def __init__(self, experiment: Experiment):
         """Checks what `check` does, and with sums the noise of nodes."""
-        simulation, plan = experiment.config.simulation, experiment.plan
         self.check(experiment.config, experiment.parameters)
-        plan.check_dimension(experiment.parameters, plan.users // simulation.nodes)
-        self.description = f"flower on {simulation.nodes} nodes, gradients by {self.gradients}"
-        self._keys, self._shuffler = simulation, experiment.config.shuffler
-        self._carried, self._seed = experiment.carried, experiment.seed
-        self._make_aggregator = experiment.make_aggregator
-        self._client_settings = functools.partial(
-            ClientSettings,
-            plan=plan,
-            make_model=experiment.make_model,
-            load_users=experiment.load_users,
-            training=experiment.local_training,
-            sealing=experiment.config.shuffler.sealing,
-        )
-        self._policy = functools.partial(
-            clients.Simulated,
-            seed=experiment.seed,
-            halting_round=experiment.halting_round,
-            together=experiment.together,
-        )
+        nodes = experiment.config.simulation.nodes
+        experiment.plan.check_dimension(experiment.parameters, experiment.plan.users // nodes)
+        self.description = f"flower on {nodes} nodes, gradients by {self.gradients}"
+        self._experiment = experiment
 
     @staticmethod
     def check(config: Config, parameters: int) -> None:
@@ -111,64 +95,92 @@ class FlowerEngine:
     ) -> RunEnd:
         """Starts the shufflers, then Flower, and waits for the end."""
         keep_freed_memory()
-        keys, folder = self._keys, training.folder
-        results: list[RunEnd] = []
+        folder, number = training.folder, self._experiment.config.shuffler.number
         with ExitStack() as stack:
             stack.enter_context(logs_to(folder / "server.log", "shufl.server"))
             # Gone with this run: one that is resumed plays rounds again, with the same coins.
-            devices = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
-            shufflers = [
-                self._shuffler_process(folder, each) for each in range(self._shuffler.number)
-            ]
+            ledgers = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shufl-")))
+            shufflers = [self._shuffler(folder, each) for each in range(number)]
             for each in shufflers:
                 stack.push(each)
                 each.start()
             stack.enter_context(running_ray(folder / "ray.log"))  # starts meanwhile
-            check_cpus("simulation.cpus_per_node", keys.cpus_per_node)
-            for carried in self._carried:  # Flower sends its app with every message
-                carried.put_in_ray()
             for each in shufflers:
                 each.wait()
-            server_settings = ServerSettings(
-                **vars(training),
-                policy=server.Simulated(
-                    nodes=keys.nodes,
-                    patience=max(_START_SECONDS, keys.round_timeout),
-                    round_timeout=keys.round_timeout,
-                    seed=self._seed,
-                    shufflers_gone=lambda: not all(shuffler.alive for shuffler in shufflers),
-                ),
-                shufflers=tuple((each.address, each.control) for each in shufflers),
-                sealing=self._shuffler.sealing,
-                make_aggregator=self._make_aggregator,
-            )
-
-            def play(grid: Grid) -> None:
-                results.append(RoundLoop(server_settings, grid, observe, stop.is_set).run())
-
-            client_app = make_client_app(
-                self._client_settings(
-                    policy=self._policy(
-                        run_id=training.run_id, ledger=functools.partial(simulated_device, devices)
-                    ),
-                    shufflers=tuple((each.address, each.submit) for each in shufflers),
-                )
-            )
             os.environ["FLWR_HOME"] = str(folder / "flower")
-            log_file = folder / "flower.log"
             try:
-                run_on_flower(play, client_app, keys.nodes, keys.cpus_per_node, stop, log_file)
+                return self._play(training, observe, stop, shufflers, ledgers)
             except NodeFailed as error:
                 advice = next((each for why, each in _ADVICE.items() if why in str(error)), "")
                 resume = f"shufl run --resume {folder} goes on"
                 raise RoundFailed(f"{error}{advice}; {resume}") from error
-        return results[0]
 
-    def _shuffler_process(self, folder: Path, number: int) -> ShufflerProcess:
+    def _shuffler(self, folder: Path, number: int) -> ShufflerProcess:
         """One shuffler, with an authority of its own: it serves its own users alone."""
         return ShufflerProcess(
             log_file=folder / ("shuffler.log" if number == 0 else f"shuffler-{number + 1}.log"),
-            simulation_seed=seed_of_shuffler(self._seed, number),
+            simulation_seed=seed_of_shuffler(self._experiment.seed, number),
+        )
+
+    def _play(
+        self,
+        training: TrainingSettings,
+        observe: Observe,
+        stop: threading.Event,
+        shufflers: list[ShufflerProcess],
+        ledgers: Path,
+    ) -> RunEnd:
+        """Plays the rounds, once Ray and the shufflers are there.
+
+        `ledgers` is the folder of the simulated devices' ledgers.
+        """
+        experiment, simulation = self._experiment, self._experiment.config.simulation
+        check_cpus("simulation.cpus_per_node", simulation.cpus_per_node)
+        for carried in experiment.carried:  # Flower sends its app with every message
+            carried.put_in_ray()
+        settings = ServerSettings(
+            **vars(training),
+            policy=server.Simulated(
+                nodes=simulation.nodes,
+                patience=max(_START_SECONDS, simulation.round_timeout),
+                round_timeout=simulation.round_timeout,
+                seed=experiment.seed,
+                shufflers_gone=lambda: not all(each.alive for each in shufflers),
+            ),
+            shufflers=tuple((each.address, each.control) for each in shufflers),
+            sealing=experiment.config.shuffler.sealing,
+            make_aggregator=experiment.make_aggregator,
+        )
+        results: list[RunEnd] = []
+        run_on_flower(
+            lambda grid: results.append(RoundLoop(settings, grid, observe, stop.is_set).run()),
+            make_client_app(self._client_settings(training.run_id, shufflers, ledgers)),
+            nodes=simulation.nodes,
+            cpus_per_node=simulation.cpus_per_node,
+            stop=stop,
+            log_file=training.folder / "flower.log",
+        )
+        return results[0]
+
+    def _client_settings(
+        self, run_id: str, shufflers: list[ShufflerProcess], ledgers: Path
+    ) -> ClientSettings:
+        """What Flower pickles for every message, in the ClientApp."""
+        experiment = self._experiment
+        return ClientSettings(
+            plan=experiment.plan,
+            make_model=experiment.make_model,
+            load_users=experiment.load_users,
+            training=experiment.local_training,
+            policy=clients.Simulated(
+                run_id=run_id,
+                seed=experiment.seed,
+                ledger=functools.partial(simulated_device, ledgers),
+                halting_round=experiment.halting_round,
+                together=experiment.together,
+            ),
+            shufflers=tuple((each.address, each.submit) for each in shufflers),
+            sealing=experiment.config.shuffler.sealing,
         )
 
 
@@ -197,49 +209,35 @@ def run_on_flower(
         EngineFailed: Flower or Ray failed.
         Exception: whatever `play` raised.
     """
-    main = _Main(play)
+    app, ended = ServerApp(), list[BaseException | None]()
     with logs_to(log_file, "flwr"), tempfile.TemporaryDirectory(prefix="shufl-") as lease:
-        try:
-            threading.Thread(target=main.end_lease_late, args=(lease,), daemon=True).start()
-            in_workers = leased(client_app, Path(lease), sys.path)
-            run_simulation(main.app, in_workers, nodes, cpus_per_node)
-        except Exception as error:
-            if not main.ended.is_set():
-                main.error = EngineFailed(
-                    f"Flower's simulation engine failed ({_root_cause(error)}); see {log_file}"
-                )
-        finally:
-            stop.set()
-            main.returned.set()
-    if main.error is not None:
-        raise main.error
+        # Flower's engine waits for every node at work, however long.
+        kill = threading.Timer(_GRACE_SECONDS, shutil.rmtree, [lease], {"ignore_errors": True})
 
-
-class _Main:
-    """A ServerApp that notes how it ended, which Flower's engine does not tell."""
-
-    def __init__(self, play: Callable[[Grid], None]):
-        self.app = ServerApp()
-        self.error: BaseException | None = EngineFailed("Flower never started the ServerApp")
-        self.ended = threading.Event()
-        self.returned = threading.Event()
-
-        @self.app.main()
+        @app.main()
         def main(grid: Grid, context: Context) -> None:
             try:
                 play(grid)
-                self.error = None
-            except BaseException as error:
-                self.error = error
+                ended.append(None)
+            except BaseException as error:  # which Flower's engine does not hand on
+                ended.append(error)
                 raise
             finally:
-                self.ended.set()
+                kill.start()
 
-    def end_lease_late(self, lease: str) -> None:
-        """Flower's engine waits for every node at work, however long: give it some seconds."""
-        self.ended.wait()
-        if not self.returned.wait(_GRACE_SECONDS):
-            shutil.rmtree(lease, ignore_errors=True)
+        try:
+            in_workers = leased(client_app, Path(lease), sys.path)
+            run_simulation(app, in_workers, nodes, cpus_per_node)
+        except Exception as error:
+            why = f"Flower's simulation engine failed ({_root_cause(error)}); see {log_file}"
+            ended.append(EngineFailed(why))
+        finally:
+            stop.set()
+            kill.cancel()
+    if not ended:
+        raise EngineFailed("Flower never started the ServerApp")
+    if ended[0] is not None:
+        raise ended[0]
 
 
 def _root_cause(error: BaseException) -> str:

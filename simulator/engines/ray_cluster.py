@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from shufl.learning.your_code import one_line
 from shufl.protocol.text import logs_to
 from shufl.protocol.validation import ConfigError
 from shufl.results.engine import EngineFailed
+
+if TYPE_CHECKING:
+    from shufl.learning.config import Config
 
 NO_GPU = 'simulation.device must be "cpu" in this Ray, which has no GPU, got "cuda"'
 
@@ -91,16 +97,81 @@ def _given_address() -> str:
     return os.environ.get("RAY_ADDRESS") or "local"
 
 
+_OWN_RAY = """
+import signal, sys, ray
+ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # in order, which Ray's does not
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()  # until whoever started this has ended
+"""
+
+
+class OwnRay:
+    """A Ray of this program's own, in a child process, which starts while other work is done.
+
+    The child ends when this process does, even if that is killed, and Ray with it.
+    """
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Starts the child, if it was not started before; Ray then starts by itself."""
+        self._child = self._child or subprocess.Popen(
+            [sys.executable, "-P", "-c", _OWN_RAY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,  # Ctrl-C at the terminal is for the run
+        )
+
+    def address(self) -> str:
+        """Waits until the Ray that was started is ready.
+
+        Raises:
+            EngineFailed: it does not start, as on a machine so busy that it takes half a minute.
+        """
+        assert self._child is not None and self._child.stdout is not None
+        line = ""
+        for line in self._child.stdout:
+            if line.startswith("address "):
+                return line.split()[1]
+        raise EngineFailed(f"Ray does not start: {line.strip()}")
+
+    def stop(self) -> None:
+        """Ends the child and its Ray, however far they are."""
+        if self._child is not None:
+            self._child.terminate()
+            self._child.communicate()
+            self._child = None
+
+
+_own_ray = OwnRay()
+
+
+@contextmanager
+def early_ray(config: Config) -> Iterator[None]:
+    """Has the Ray that a run will need start while its configuration is still tried."""
+    keys = config.simulation
+    if (keys.engine == "flower" or keys.workers > 1) and _given_address() == "local":
+        _own_ray.start()
+    try:
+        yield
+    finally:
+        _own_ray.stop()
+
+
 @contextmanager
 def running_ray(log_file: Path) -> Iterator[None]:
-    """Connects to the cluster at RAY_ADDRESS if that is set, else starts a Ray of our own.
+    """Connects to the cluster at RAY_ADDRESS if that is set, else to a Ray of our own.
 
-    A Ray that this program has started already, as in a notebook, is used as it is and goes on.
+    A Ray that this program is connected to already, as in a notebook, is used as it is and goes on.
     What another would print among a run's own lines, and what its workers print, goes to a file.
 
     Raises:
         ConfigError: no Ray answers at RAY_ADDRESS.
-        EngineFailed: Ray does not start, as on a machine so busy that it takes half a minute.
+        EngineFailed: Ray does not start.
     """
     import ray
 
@@ -108,23 +179,34 @@ def running_ray(log_file: Path) -> Iterator[None]:
         with mock.patch.object(ray, "shutdown"):  # which Flower's engine calls at its end
             yield
         return
+    from shufl.vendor_internals import worker_output_to
+
     check_cluster()
-    from shufl.vendor_internals import quiet_ray
-
-    def write(process: str, lines: list[str]) -> None:
-        if process != "autoscaler":  # which says every five seconds that nothing has changed
-            with log_file.open("a", encoding="utf-8") as file:
-                file.writelines(f"({process}) {line}\n" for line in lines)
-
     address = _given_address()
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    options |= {"logging_level": logging.WARNING, "log_to_driver": "://" not in address}
-    with logs_to(log_file, "ray"), quiet_ray(write):
+    with logs_to(log_file, "ray"), worker_output_to(log_file), ExitStack() as stack:
+        if address == "local":
+            stack.callback(_own_ray.stop)
+            _own_ray.start()
+            address = _own_ray.address()
+        stack.callback(ray.shutdown)
         try:
-            ray.init(address, **options)
+            with _handlers_kept():
+                ray.init(address, logging_level=logging.WARNING, log_to_driver="://" not in address)
         except Exception as error:  # Ray's own has no class of its own
             raise EngineFailed(f"Ray does not start: {one_line(error)}") from error
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        yield
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Puts our handlers back after Ray's, which print a stack trace; holds signals until then."""
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

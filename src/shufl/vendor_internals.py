@@ -9,10 +9,8 @@ in for, and so what would make it unnecessary.
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -38,11 +36,11 @@ def run_simulation(
     """Plays a ServerApp and `nodes` ClientApps on the Ray that this process is connected to.
 
     Flower 1.42 deprecates `run_simulation` in favour of `flwr run`, which does not fit here. That
-    command hands the files of an app to a SuperLink, which outlives it, and which loads the app in
-    another process, with a Ray of that process. A notebook's objects do not get there, nor does the
-    user's own Ray, and callbacks and interrupts do not come back. The other process calls
-    `flwr.simulation.run_simulation._run_simulation`, as `run_simulation` does. When Flower removes
-    the one, call the other, with the same arguments and an `exit_event`.
+    command hands the files of an app to a SuperLink, which outlives the command and loads the app
+    in another process. The objects and the Ray of a notebook do not get there; what is called after
+    a round, and an interrupt, do not get back. That process calls `_run_simulation`, in the module
+    `flwr.simulation.run_simulation`, as this function does. When Flower removes the one, call the
+    other, with the same arguments and an `exit_event`.
     """
     from flwr.simulation import run_simulation
 
@@ -102,34 +100,13 @@ def nodes_of_cluster(control_store: str) -> list[dict[str, float]] | None:
     return [dict(node.resources_total) for node in nodes if node.state == _ALIVE]
 
 
-@contextmanager
-def quiet_ray(write: Callable[[str, list[str]], None]) -> Iterator[None]:
-    """Has `ray.init` leave signals alone, and hand over what it would print of its workers.
+def worker_output_to(path: Path) -> AbstractContextManager[Any]:
+    """Has what Ray's workers print go to a file; Ray would print it among our own lines."""
+    from ray._private import worker
 
-    Ray has a setting for neither. `write` gets the process that printed, and its lines.
-    """
-    from ray._private import utils, worker
+    def write(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data["pid"] != "autoscaler":  # which says every five seconds that nothing has changed
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(f"({data['pid']}) {line}\n" for line in data["lines"])
 
-    def write_out(data: dict[str, Any], ignore_prefix: bool) -> None:
-        write(str(data["pid"]), data["lines"])
-
-    with (
-        mock.patch.object(worker, "print_to_stdstream", write_out),
-        mock.patch.object(utils, "set_sigterm_handler"),
-        mock.patch.object(worker, "connect", _handlers_kept()(worker.connect)),
-    ):
-        yield
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Puts our handlers back after Ray's, which print a stack trace; holds signals until then."""
-    main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.getsignal(number))
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return mock.patch.object(worker, "print_to_stdstream", write)

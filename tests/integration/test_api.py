@@ -37,6 +37,7 @@ TRAPS = "server.py", "clients/__init__.py", "accounting.py", "configs/__init__.p
 
 SCRIPT = """
 import json, sys
+from pathlib import Path
 import shufl
 heavy = [name for name in ("numpy", "torch", "flwr", "ray") if name in sys.modules]
 
@@ -66,11 +67,10 @@ def bytes_of_a_message(changes):
     from shufl.results.experiment import prepare
 
     config = api._with(load("quickstart", changes), api._carried(data(), Net))
-    engine = FlowerEngine(prepare(config))
-    policy = engine._policy(run_id="run", ledger=None)
-    settings = engine._client_settings(policy=policy, shufflers=())
+    experiment = prepare(config)
+    settings = FlowerEngine(experiment)._client_settings("run", [], Path("ledgers"))
     before = len(cloudpickle.dumps(settings))
-    for each in engine._carried:
+    for each in experiment.carried:
         each.put_in_ray()
     packed = cloudpickle.dumps(settings)
     features, _ = cloudpickle.loads(packed).load_users()(7)

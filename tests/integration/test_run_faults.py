@@ -18,6 +18,7 @@ from run_world import (
     USERS,
     LongRun,
     json_lines,
+    left_behind,
     model_of,
     only_folder,
     ray_of_its_own,
@@ -231,11 +232,12 @@ def mistaken(folder, *overrides):
 def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
     """After all imports, so that no library writes there either."""
     command = shufl_command(*mistaken(tmp_path, "simulation.cpus_per_node=1e6"))
-    alone = os.environ | {"RAY_ADDRESS": ""}  # else the cluster might have as many
+    alone = os.environ | {"RAY_ADDRESS": "", "TEST_FOLDER": str(tmp_path)}  # a Ray of its own
     result = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: simulation.cpus_per_node must be at most")
+    wait_until(lambda: not left_behind(tmp_path), LIMIT, "the Ray that had begun to start to end")
     assert not (tmp_path / "runs").exists()
 
 

@@ -21,9 +21,9 @@ from nights import by_night
 from ports import free_ports
 from run_world import (
     LIMIT,
+    left_behind,
     only_folder,
     ray_of_its_own,
-    running,
     same_model,
     shufl,
     tiny_config,
@@ -75,19 +75,6 @@ def cluster(**resources):
             yield address
         finally:
             ray.shutdown()
-
-
-def left_behind(tmp_path):
-    """Processes that have inherited TEST_FOLDER."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"TEST_FOLDER={tmp_path}".encode() in environment and running(int(process.name)):
-            found.append(int(process.name))
-    return [pid for pid in found if pid != os.getpid()]
 
 
 @pytest.mark.slow

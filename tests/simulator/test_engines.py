@@ -2,13 +2,17 @@
 
 import io
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+from subprocess import PIPE
 
 import pytest
 from rich.console import Console
 
+from run_world import LIMIT, left_behind, wait_until
 from shufl.learning.config import ConfigError, load
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.results.engine import ENGINES
@@ -86,6 +90,27 @@ def test_rounds_are_played_again_only_where_they_end_the_same(
     with pytest.raises(Started) as started:
         Run.new(load("quickstart", [setting]), tmp_path, Console(quiet=True)).train()
     assert started.value.args == (repeats,)
+
+
+_STARTS_RAY = """
+import sys
+from shufl.simulator.engines.ray_cluster import OwnRay
+
+ray = OwnRay()
+ray.start()
+print(ray.address(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_ends_with_the_program_that_started_it_though_that_is_killed(tmp_path):
+    command, env = [sys.executable, "-c", _STARTS_RAY], os.environ | {"TEST_FOLDER": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdin=PIPE, stdout=PIPE, text=True) as program:
+        assert re.fullmatch(r"\S+:\d+\n", program.stdout.readline())
+        assert len(left_behind(tmp_path)) > 3
+        program.kill()
+    wait_until(lambda: not left_behind(tmp_path), LIMIT, "Ray to end")
 
 
 # The main thread sleeps in a lock, as while Flower's engine works, and wakes for its own signals.

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
 from shufl.cli.options import check_file, fail, failing
@@ -67,6 +68,7 @@ def run_command(
     from shufl.learning.config import load
     from shufl.learning.your_code import make_importable
     from shufl.protocol.validation import ConfigError
+    from shufl.simulator.engines.ray_cluster import early_ray
 
     make_importable([Path(config or "").parent, Path.cwd()])
     with failing(ConfigError):  # before torch, Flower and Ray are imported
@@ -80,6 +82,8 @@ def run_command(
             raise ConfigError("--continue goes with --on and a CONFIG")
         chosen = [f"simulation.engine={engine}"] if engine else []
         loaded = None if config is None else load(config, [*(set_ or []), *chosen])
+    if loaded is not None and on is None:
+        click.get_current_context().with_resource(early_ray(loaded))
     from torch import OutOfMemoryError
 
     from shufl.accounting import LedgerError
