@@ -178,9 +178,10 @@ class Run:
         progress = RoundProgress(console, experiment.halting_round, plan.target_epsilon)
 
         def observe(record: RoundRecord, model: nn.Module) -> None:
+            # Shown first: after the first round it takes seconds to price it by all accountants.
+            alone = plan.accountant == "blanket"
+            progress(record, None if alone else recorder.epsilon("blanket", record.round))
             recorder(record)
-            blanket = recorder.rows[-1]["epsilons"].get("blanket")
-            progress(record, None if plan.accountant == "blanket" else blanket)
             nonlocal stopped_by_caller
             if record.round > told and on_round(model):
                 stopped_by_caller = True

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -27,7 +26,6 @@ from shufl.accounting import (
     PrivacyPlan,
     accountants_for,
     accountants_of_kind,
-    price,
 )
 from shufl.learning.config import Config, dumps, load
 from shufl.protocol import RoundRecord, validation
@@ -173,10 +171,9 @@ class RunRecorder:
     def __init__(self, folder: Path, plan: PrivacyPlan):
         self.rows: list[dict[str, Any]] = []
         self._plan = plan
-        self._composed = 0
-        self._accountants = {
-            name: plan.make_accountant(name) for name in accountants_for(plan.event())
-        }
+        names = accountants_for(plan.event())
+        self._accountants = {name: plan.make_accountant(name) for name in names}
+        self._composed = dict.fromkeys(names, 0)
         path = folder / "metrics.jsonl"
         if path.exists():
             self.rows = read_rows(path)
@@ -188,10 +185,6 @@ class RunRecorder:
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
         for row in self.rows:
             self._to_tensorboard(row)
-        # The first ε takes seconds, in which the nodes can start; it fills the accountants' caches.
-        first_round = plan.event(), 1, plan.adjacency, plan.delta
-        self._first = threading.Thread(target=price, args=first_round, daemon=True)
-        self._first.start()
 
     def __call__(self, record: RoundRecord) -> None:
         """Records one round, unless it has its row already."""
@@ -203,16 +196,21 @@ class RunRecorder:
         row |= metrics | {"epsilons": epsilons}
         self.rows.append(row)
         too_few = too_few_present(self._plan, self.rows, record.round)
-        self._first.join()
         for name, accountant in self._accountants.items():
-            if too_few and accountant.counts_on_others:
-                continue
-            accountant.compose(self._plan.event(), record.round - self._composed)
-            epsilons[name] = accountant.get_epsilon(self._plan.delta)
-        self._composed = record.round
+            if not (too_few and accountant.counts_on_others):
+                epsilons[name] = self.epsilon(name, record.round)
         self._file.write(to_json(row, inf_nan_mode="null") + b"\n")
         self._file.flush()
         self._to_tensorboard(row)
+
+    def epsilon(self, name: str, round: int) -> float | None:
+        """ε of all rounds to this one, by an accountant; None if it does not price them."""
+        if (accountant := self._accountants.get(name)) is None:
+            return None
+        if more := round - self._composed[name]:
+            accountant.compose(self._plan.event(), more)
+            self._composed[name] = round
+        return float(accountant.get_epsilon(self._plan.delta))
 
     def close(self) -> None:
         """Closes both outputs."""
