@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import socket
 import sys
@@ -32,11 +33,12 @@ _IMPORTED = [
     "flwr.supercore.cli.flower_superexec",
     "ray",
     "torch._dynamo",
-    "matplotlib.figure",
-    "shufl.results.run",
+    "torch.utils.tensorboard",
+    "matplotlib.backends.backend_agg",
     "tiny_prices",
     "warm",
 ]
+"""And every module of shufl: a command imports what it needs when it needs it."""
 
 _PROGRAMS = {
     "shufl": "shufl.cli:main",
@@ -135,6 +137,8 @@ def _main():
     os.environ |= {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getppid())}
     sys.path.insert(0, str(Path(__file__).parent))
     for name in _IMPORTED:
+        importlib.import_module(name)
+    for _, name, _ in pkgutil.walk_packages(sys.modules["shufl"].__path__, "shufl."):
         importlib.import_module(name)
     sys.path[:] = _FOUND
     from shufl.shuffler import process
