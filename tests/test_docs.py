@@ -4,6 +4,7 @@ import ast
 import contextlib
 import csv
 import io
+import json
 import os
 import re
 import statistics
@@ -118,6 +119,16 @@ def test_python_examples_print_what_they_say(page, tmp_path, monkeypatch):
         assert printed.getvalue().split("\n")[:-1] == re.findall(
             r"^print.*  # (.*)$", example, re.M
         )
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.ipynb")), ids=lambda path: path.stem)
+def test_what_a_notebook_imports_exists(path):
+    """By day one notebook alone is run."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    imports = re.findall(r"^(?:from|import) .*", code, re.M)
+    assert imports
+    exec("\n".join(imports), {})
 
 
 @each_page
