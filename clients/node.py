@@ -133,8 +133,7 @@ class Node:
 
     Args:
         settings: the client's side of the run.
-        randomness: draws coins and noise; left out, it is that of the settings' seed.
-
+        randomness: draws coins and noise. Default: that of the settings' seed.
     """
 
     def __init__(self, settings: ClientSettings, randomness: Randomness | None = None):
@@ -144,7 +143,9 @@ class Node:
         self._work = NodeUpdates(settings.make_model, settings.training, self._policy.together)
         self._records = settings.load_users()
         self._ledgers: dict[int, SimulatedLedger | None] = {}
-        self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
+        self._intakes = [
+            IntakeClient(address, credentials) for address, credentials in settings.shufflers
+        ]
 
     def close(self) -> None:
         """Closes the connections to the shufflers."""
@@ -182,8 +183,8 @@ class Node:
     def prepare(self, announced: Announcement, model: ArrayRecord, node: int = 0) -> PreparedRound:
         """Agrees to a round, or refuses it. Depends on no coin and no data.
 
-        The shuffler is asked what the server gave it for this round: so a server that shows nodes
-        different keys or models is refused by all nodes but those who were shown the shuffler's.
+        The shuffler is asked which key and model the server gave it for this round. If the server
+        shows nodes different ones, only nodes that were shown the shuffler's take part.
         A round that is agreed to is in the device's ledger, on disk, when this returns.
 
         The number `node` decides this node's shuffler and its ledger.
@@ -234,7 +235,7 @@ class Node:
         return round
 
     def _over_at(self, until: float, window_ends: float) -> float:
-        """When a round is over: in simulation, where there is no window, the server says it."""
+        """When a round is over. A simulation has no window, so the server says it."""
         return until
 
     def accept_run(self, run_id: str, node: int = 0) -> None:
@@ -263,9 +264,10 @@ class Node:
         return self._ledgers[node]
 
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
-        """Those of the users who check in, or drew this round, submit a sealed private report.
+        """Users who check in, or drew this round, submit a sealed private report.
 
-        Under a plan with cover the others submit an empty one; with sums all send one message.
+        Under a plan with cover the other users submit an empty report. With sums the node sends one
+        message for all its users.
 
         `users` are the ids of this node's users, evenly spaced, int of shape (u,). The number
         `node` decides where it submits.

@@ -47,7 +47,7 @@ def _is(title: str, default: Any = None) -> Any:
 
 
 class Privacy(Record):
-    """A plan, but for n, of which values may be open: the section `[privacy]` of a configuration.
+    """The section `[privacy]` of a configuration: a plan without n, whose values may be open.
 
     Open values are None, or "least-error" for blankets. Clip norm C and noise multiplier z belong
     to the mechanisms of any vector, k categories and ε₀ to randomised response.

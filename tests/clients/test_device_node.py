@@ -23,36 +23,20 @@ from client_world import (
     DIMENSION,
     WINDOW,
     PromptClock,
-    Round,
     device_node,
     make_model,
     records,
     wait_for_rounds,
 )
 from run_world import LIMIT, wait_until
-from shuffler_world import ShufflerHere
 from shufl.clients import RoundRefused, SimulatedLedger, serve_device
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.clients.device_process import _Answering, _Reader
 from shufl.clients.worker import AT_WORK, DONE, FAILED
 from shufl.learning import LocalTraining, local_update
 from shufl.protocol.mechanisms import SeededRandomness, allocated
-from shufl.shuffler import ControlClient
 
 FEDAVG = LocalTraining("fedavg", 2, 0.5, 2)
-
-
-@pytest.fixture(scope="module")
-def shuffler():
-    with ShufflerHere() as shuffler:
-        yield shuffler
-
-
-@pytest.fixture
-def make_round(shuffler, request):
-    with ControlClient(shuffler.address, shuffler.control) as control:
-        about = shuffler.address, shuffler.submit, control
-        yield functools.partial(Round, *about, run_id=request.node.name[:200])
 
 
 @pytest.fixture

@@ -7,22 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from canary_world import delta_shown
-from nights import by_night
 from rounds import make_plan
-from run_world import LIMIT, json_lines, model_of, only_folder, python_path, shufl
+from run_world import LIMIT, json_lines, python_path, trained
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.cli.__main__ import app
 from shufl.learning.config import load
-from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
-from shufl.results.run import Run
 from shufl.shuffler import ShufflerProcess
 from shufl.simulator.canary import likelihood_score, projections, run_canary
 
@@ -189,18 +184,13 @@ def blankets_config(folder, rounds, users=600, **values):
     return path
 
 
-def rows_and_model(folder):
-    return json_lines(folder / "metrics.jsonl"), model_of(folder)
-
-
 @pytest.mark.slow
 def test_a_third_of_the_users_silent_the_run_trains_to_its_budget(tmp_path):
     """`blanket` counts on nobody else; who counts on others has no ε."""
     config = blankets_config(tmp_path, rounds=12)
     silent = ["simulation.engine=vectorised", "simulation.silent=0.33"]
-    Run.new(load(str(config), silent), tmp_path / "runs", Console(quiet=True)).train()
-    folder = only_folder(tmp_path / "runs")
-    rows, _ = rows_and_model(folder)
+    folder = trained(load(str(config), silent), tmp_path / "runs")
+    rows = json_lines(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     assert (len(rows), summary["stopped_by"]) == (12, "budget")
     assert summary["accuracy"] > 0.5
@@ -217,58 +207,17 @@ def test_a_third_of_the_users_silent_the_run_trains_to_its_budget(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared_ray")
-@pytest.mark.parametrize("engine", ["vectorised", *by_night("flower")])
-def test_users_whose_shuffler_releases_nothing_are_not_present(tmp_path, engine):
+def test_users_whose_shuffler_releases_nothing_are_not_present(tmp_path):
     """Nodes 0 and 2 report to one shuffler, node 1 to another, which gets fewer than it needs."""
     settings = {
-        "data.users": 300, "simulation.engine": engine, "simulation.nodes": 3,
+        "data.users": 300, "simulation.engine": "vectorised", "simulation.nodes": 3,
         "shuffler.number": 2, "privacy.check_in_rate": 1, "privacy.minimum_batch": 150,
         "privacy.accountant": "crowd", "privacy.shuffler_blankets": 0, "privacy.rounds": 1,
     }  # fmt: skip
-    if engine == "vectorised":
-        chosen = ["{}={}".format(*each) for each in settings.items()]
-        Run.new(load("quickstart", chosen), tmp_path, Console(quiet=True)).train()
-    else:
-        chosen = [part for each in settings.items() for part in ("--set", "{}={}".format(*each))]
-        result = shufl("run", "quickstart", *chosen, "--runs", tmp_path)
-        assert result.returncode == 0, result.stderr
-    ((row,), _) = rows_and_model(only_folder(tmp_path))
+    chosen = [f"{key}={value}" for key, value in settings.items()]
+    (row,) = json_lines(trained(load("quickstart", chosen), tmp_path) / "metrics.jsonl")
     assert (row["outcome"], row["reports"]) == ("released", 200)
     assert (row["users_present"], row["smallest_crowd"]) == (200, 200)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # by day: one shuffler in test_run.py, two without Flower in tests/server
-@pytest.mark.usefixtures("shared_ray")
-def test_both_engines_add_the_same_blankets_to_the_same_coins(tmp_path):
-    """With two shufflers side by side each adds its own, and nobody merges anything."""
-    number = 2
-    config = blankets_config(tmp_path, rounds=3, nodes=4, number=number)
-    found = {}
-    result = shufl("run", config, "--runs", tmp_path / "flower")
-    assert result.returncode == 0, result.stderr
-    vectorised = load(str(config), ["simulation.engine=vectorised"])
-    Run.new(vectorised, tmp_path / "vectorised", Console(quiet=True)).train()
-    for engine in ("flower", "vectorised"):
-        found[engine] = rows_and_model(only_folder(tmp_path / engine))
-    _, model = found["flower"]
-    expected = []
-    for round in (1, 2, 3):
-        coins = SeededRandomness(5).check_ins(round, np.arange(600), 0.5).sum()
-        seeds = [seed_of_shuffler(5, shuffler) for shuffler in range(number)]
-        added = [SeededRandomness(seed).number_of_blankets(round, 30.0) for seed in seeds]
-        expected.append(coins + sum(added))
-    for each, _ in found.values():
-        assert [row["reports"] for row in each] == expected
-        assert {row["smallest_crowd"] for row in each} == {600 // number}
-        assert {row["users_present"] for row in each} == {600}
-    unit = prepare(load(str(config))).plan.mechanism.unit(1)
-    for name, value in found["vectorised"][1].items():
-        # Rounding of some 330 reports a round, each within half a unit, in three rounds.
-        assert torch.allclose(value, model[name], atol=10 * unit * np.sqrt(330) / 300, rtol=0)
-    logs = [path.name for path in only_folder(tmp_path / "flower").glob("shuffler*.log")]
-    assert len(logs) == number
 
 
 def test_accountants_that_count_on_others_are_priced_at_the_smallest_crowd(tmp_path):

@@ -92,7 +92,7 @@ def calibrate_command(
 
 
 def _asked(given: dict[str, Any], accountant: str | None) -> OpenPlan:
-    """The plan that is asked for; refuses one of which no search finds what is left out."""
+    """The plan that is asked for; refuses a plan whose open values no search finds."""
     from shufl.accounting import ACCOUNTANTS
     from shufl.accounting.search import example_of
 

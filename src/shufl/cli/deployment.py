@@ -1,13 +1,10 @@
-"""Deployments: `shufl provision`, `register`, `rehearse`, `node`, `doctor`, `metrics`, `status`."""
+"""Deployments: `shufl provision`, `register`, `rehearse`, `doctor`, `metrics`, `status`."""
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
 import sys
 import tempfile
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +14,6 @@ from rich.table import Table
 
 from shufl.cli import end_in_order, options
 from shufl.protocol.console import Console
-from shufl.protocol.text import log_handler
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -139,39 +135,6 @@ def rehearse_command(
         raise typer.Exit(130)
 
 
-def node_command(
-    config: Annotated[Path, typer.Option(help="The node's file, node.toml.")] = Path("node.toml"),
-    log_file: Annotated[
-        Path | None, typer.Option(help="Log file. Default: standard error.")
-    ] = None,
-) -> None:
-    """Run a deployed node: answer the messages that Flower's SuperNode passes on.
-
-    SIGTERM and SIGINT end it when the round that is under way is over; a second one ends it at
-    once.
-    """
-    stop, at_once = threading.Event(), threading.Event()
-
-    def end(number: int, _: object) -> None:
-        (at_once if stop.is_set() else stop).set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    folder = config.absolute().parent
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
-    with options.failing(OSError):
-        logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
-    from shufl.clients import serve_device
-    from shufl.deploy.node import node_settings
-    from shufl.deploy.site_files import NodeSite, load_site
-    from shufl.learning.your_code import make_importable
-
-    make_importable([folder])
-    with options.failing(ValueError):
-        site = load_site(config, NodeSite)
-        serve_device(node_settings(site, folder), Path(site.socket), stop, at_once)
-
-
 def doctor_command(
     folder: Annotated[Path, typer.Argument(help="A site's folder.")] = Path(),
     json: options.Json = False,
@@ -237,7 +200,8 @@ def status_command(
 ) -> None:
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
     from shufl.deploy.run_status import newest_run, status_of
-    from shufl.deploy.site_files import ServerSite, load_site
+    from shufl.deploy.server_site import ServerSite
+    from shufl.deploy.site_files import load_site
     from shufl.protocol.validation import ConfigError
     from shufl.results.tables import epsilon_text, score_text
 

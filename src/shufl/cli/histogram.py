@@ -91,9 +91,11 @@ def histogram_command(
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
             names = _needed("--categories", _categories(categories, other))
-            about = _needed("--column", column), names, other, user_column, seed
+            column = _needed("--column", column)
             _needed("--target-epsilon", given.get("target_epsilon"))
-            counts, true, rows_there = count_column(source, *about)
+            counts, true, rows_there = count_column(
+                source, column, names, other=other, user_column=user_column, seed=seed
+            )
             users = int(counts.sum())
             by = f"each of {spaced(rows_there)} rows is taken for one person"
             if user_column is not None:

@@ -79,7 +79,7 @@ def renew_command(
     directory: Annotated[Path, typer.Argument(help="Where NAME.key is, and NAME.csr is written.")],
     name: Annotated[str, typer.Option(help="Name of the credential and of its files.")],
 ) -> None:
-    """Ask for another certificate for the same key, before the one that is there ends.
+    """Ask for another certificate for the same key, before the present one ends.
 
     The authority knows the key, and is shown nothing. A key that may have been stolen is not
     renewed: move NAME.* away, and `shufl keys request` another.
