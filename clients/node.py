@@ -8,13 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic import Field
 
 from shufl.clients.device import RoundRefused, SimulatedLedger
 from shufl.clients.policy import Simulated
@@ -30,7 +29,7 @@ from shufl.protocol.mechanisms import (
 )
 from shufl.protocol.mechanisms.summed import masked, new_seed, whole_noise, whole_update
 from shufl.protocol.plan import shuffler_of
-from shufl.protocol.validation import Seconds
+from shufl.protocol.validation import Record, Seconds
 from shufl.shuffler import (
     Credentials,
     IntakeClient,
@@ -61,10 +60,10 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _LONGEST_KEY = 1216  # bytes: that of the post-quantum hybrid
 
 
-class _Said:
+class _Said(Record):
     """What a server says. It is logged and kept, so its form and its length are checked."""
 
-    _name = "round's announcement"
+    about: ClassVar[str]
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Self:
@@ -74,12 +73,11 @@ class _Said:
             RoundRefused: a field is missing, unknown or not what it should be.
         """
         try:
-            return cls(**fields)
-        except (ValueError, TypeError):
-            raise RoundRefused(f"the {cls._name} is malformed") from None
+            return cls.model_validate(dict(fields))
+        except ValueError:
+            raise RoundRefused(f"the {cls.about}'s announcement is malformed") from None
 
 
-@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Question(_Said):
     """What the server asks before the first round: whether a node agrees.
 
@@ -87,14 +85,13 @@ class Question(_Said):
         frozen: the `frozen_digest` of the server's model.
     """
 
-    _name = "run's announcement"
+    about = "run"
 
     run_id: _RunId
     plan_digest: _Digest
     frozen: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
 
 
-@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Announcement(_Said):
     """What the server says of a round, beside the model.
 
@@ -103,6 +100,8 @@ class Announcement(_Said):
         public_key: the server's, for this round.
         seconds: for how long the server waits for answers.
     """
+
+    about = "round"
 
     run_id: _RunId
     round: Annotated[int, Field(ge=0, lt=2**63)]

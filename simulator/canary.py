@@ -158,7 +158,10 @@ def canary_rounds(
             private_key, public_key = generate_key_pair()
             header = RoundHeader(run_id, number, shown, digest, key_digest(public_key))
             nonce = control.open_round(header.run_id, number, shown, public_key)
-            announced = Announcement(header.run_id, number, digest, public_key, _ROUND_SECONDS)
+            announced = Announcement(
+                run_id=header.run_id, round=number, plan_digest=digest, public_key=public_key,
+                seconds=_ROUND_SECONDS,
+            )  # fmt: skip
             node.take_part(users, node.prepare(announced, model))
             if control.close_round(header.run_id, number).outcome is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)

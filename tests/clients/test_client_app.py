@@ -214,14 +214,6 @@ def test_the_clients_own_accountant_ends_the_rounds(make_round, tmp_path):
         round.announce(round=last + 1)
 
 
-def test_a_round_announced_twice_gets_one_answer(make_round, ledger):
-    round = make_round(rate=1.0, ledger=ledger).open()
-    round.announce()
-    with pytest.raises(RoundRefused, match="this device does not take part in this round"):
-        round.announce()
-    assert len(round.released()) == 4
-
-
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
 @pytest.mark.parametrize("key", [b"", b"short", bytes(32)])
 def test_a_key_that_nothing_can_be_sealed_to_is_refused_before_any_coin(make_round, key, rate):

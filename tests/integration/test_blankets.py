@@ -11,14 +11,13 @@ from typer.testing import CliRunner
 
 from canary_world import delta_shown
 from rounds import make_plan
-from run_world import LIMIT, json_lines, python_path, trained
+from run_world import json_lines, trained
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.cli.__main__ import app
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
-from shufl.shuffler import ShufflerProcess
 from shufl.simulator.canary import likelihood_score, projections, run_canary
 
 ALONE = make_plan(
@@ -47,13 +46,6 @@ def shown(plan, shuffler):
     return delta_shown(run_canary(plan, "absent", shuffler, seed=4), LIKELIHOOD, EPSILON)
 
 
-@pytest.fixture
-def shuffler(memory_path):
-    about = {"simulation_seed": 9, "start_timeout": LIMIT}
-    with ShufflerProcess(memory_path / "directory", **about) as process:
-        yield process
-
-
 @pytest.mark.slow
 def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
     found = shown(ALONE, shuffler)
@@ -70,26 +62,16 @@ def test_a_shuffler_that_adds_none_or_half_is_caught(shuffler, share, rounds):
     assert shown(lying, shuffler) > claimed()
 
 
-@pytest.fixture
-def shuffler_that_repeats_blankets(memory_path, tmp_path, monkeypatch):
-    """The real process, but every round gets the blankets of the first one again."""
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent("""
-            from shufl.protocol.mechanisms import SeededRandomness
-            honest = SeededRandomness.blanket_noise
-            SeededRandomness.blanket_noise = lambda self, round, numbers, size: honest(
-                self, 1, numbers, size
-            )
-        """)
-    )
-    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    about = {"simulation_seed": 9, "start_timeout": LIMIT}
-    with ShufflerProcess(memory_path / "directory", **about) as process:
-        yield process
+REPEATS_BLANKETS = """
+from shufl.protocol.mechanisms import SeededRandomness
+honest = SeededRandomness.blanket_noise
+SeededRandomness.blanket_noise = lambda self, round, numbers, size: honest(self, 1, numbers, size)
+"""
+"""Every round gets the blankets of the first one again."""
 
 
 @pytest.mark.slow
-def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(shuffler_that_repeats_blankets):
+def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(start_shuffler):
     """By a server that leaves out what it has seen before."""
     seen = set()
 
@@ -99,7 +81,7 @@ def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(shuffler_that_re
         return max(-10.0, min(10.0, sum(fresh)))
 
     plan = ALONE.replace(rounds=80)
-    worlds = run_canary(plan, "absent", shuffler_that_repeats_blankets, seed=4)
+    worlds = run_canary(plan, "absent", start_shuffler(REPEATS_BLANKETS), seed=4)
     found = delta_lower_bound(*worlds.scores(first_seen), EPSILON, 0.99)
     assert found > claimed()
 

@@ -49,8 +49,8 @@ def loaded(tmp_path_factory):
     (own := base / "own").mkdir()
     for user in range(3):
         np.savez(own / f"{user}.npz", features=np.zeros((2, 1, 8, 8)), labels=[0, 9])
-    nodes = [deployment.nodes[0].model_copy(update={"data": str(own)})]
-    deployment = deployment.model_copy(update={"nodes": nodes})
+    node = deployment.nodes[0].model_copy(update={"data": str(own)})
+    deployment = deployment.model_copy(update={"nodes": (node,)})
     file = base / "deployment.toml"
     file.write_text(tomli_w.dumps(deployment.model_dump(mode="json", exclude_none=True)))
     (base / "sitecustomize.py").write_text(NOTE)
@@ -84,7 +84,7 @@ def test_a_node_loads_no_server_no_simulator_and_its_plan_s_accountant_alone(loa
     assert {name.rpartition(".")[2] for name in accountants} <= of_blanket
     assert not {name for name in modules if name.startswith("shufl.shuffler.s")}  # service, store
     lines = sum(len(path_of(name).read_text(encoding="utf-8").splitlines()) for name in modules)
-    assert len(modules) <= 91 and lines <= 14_400  # with its command, and records from files
+    assert len(modules) <= 84 and lines <= 12_700  # with its command, and records from files
 
 
 @pytest.mark.slow

@@ -139,10 +139,8 @@ def _end_to_end(
 
 def _print_table(checks: dict[str, Any], epsilon: float, confidence: float) -> None:
     title = f"δ({epsilon:g}) of one round, attacked ({confidence:g} confidence)"
-    table = Table(title=title, title_justify="left")
     columns = "accountant", "claims", "is at least", "with the others", "for every pair"
-    for column in (*columns, "claims to hold for"):
-        table.add_column(column)
+    table = Table(*columns, "claims to hold for", title=title, title_justify="left")
     for name, check in checks.items():
         table.add_row(
             name,

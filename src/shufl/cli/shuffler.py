@@ -35,12 +35,7 @@ def shuffler_command(
     serve(config, exit_with_parent)
 
 
-keys_app = typer.Typer(
-    add_completion=False,
-    suggest_commands=False,
-    help="Make certificates. No private key leaves the machine it was made on.",
-    no_args_is_help=True,
-)
+keys_app = options.group("Make certificates. No private key leaves the machine it was made on.")
 
 
 @keys_app.command("authority")
@@ -139,12 +134,7 @@ def sign_command(
         typer.echo(f"name {asked.name}, fingerprint {fingerprint}: either withdraws it")
 
 
-record_app = typer.Typer(
-    add_completion=False,
-    suggest_commands=False,
-    help="A shuffler's public record of rounds: fetch it, check it.",
-    no_args_is_help=True,
-)
+record_app = options.group("A shuffler's public record of rounds: fetch it, check it.")
 
 
 @record_app.command("fetch")
