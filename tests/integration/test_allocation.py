@@ -47,41 +47,17 @@ def test_a_node_that_starts_again_in_each_round_has_drawn_before_the_first(make_
     assert sizes == expected
 
 
-CONFIG = """
-name = "allocation"
-seed = 5
-[privacy]
-participation = "allocation"
-check_in_rate = 0.5
-noise_multiplier = 1.0
-accountant = "local"
-target_epsilon = 1e6
-delta = 1e-3
-rounds = 4
-minimum_batch = 1
-[data]
-dataset = "digits"
-users = 300
-[model]
-name = "logistic-regression"
-[training]
-learning_rate = 1.0
-[simulation]
-nodes = 3
-round_timeout = 600.0
-"""
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "allocation.toml"
-    path.write_text(CONFIG)
-    return path
+SETTINGS = (
+    "seed=5", "privacy.participation=allocation", "privacy.check_in_rate=0.5",
+    "privacy.shuffler_blankets=0", "privacy.accountant=local", "privacy.target_epsilon=1e6",
+    "privacy.delta=1e-3", "privacy.rounds=4", "privacy.minimum_batch=1", "data.users=300",
+    "simulation.nodes=3",
+)  # fmt: skip
 
 
 @pytest.mark.slow
-def test_every_user_reports_once_in_each_block(config, tmp_path):
-    chosen = load(str(config), ["simulation.engine=vectorised"])
+def test_every_user_reports_once_in_each_block(tmp_path):
+    chosen = load("quickstart", [*SETTINGS, "simulation.engine=vectorised"])
     folder = trained(chosen, tmp_path / "runs")
     key, users = simulated_allocation_key(5), np.arange(300)
     expected = [allocated(key, round, users, 2).sum() for round in range(1, 5)]
@@ -99,8 +75,8 @@ def test_every_user_reports_once_in_each_block(config, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["flower", "vectorised"])
-def test_a_simulation_needs_a_seed_that_a_resumed_run_has_again(config, engine):
-    chosen = load(str(config), ["seed=system", f"simulation.engine={engine}"])
+def test_a_simulation_needs_a_seed_that_a_resumed_run_has_again(engine):
+    chosen = load("quickstart", [*SETTINGS, "seed=system", f"simulation.engine={engine}"])
     with pytest.raises(ConfigError, match="seed must be a number with privacy"):
         {"flower": FlowerEngine, "vectorised": VectorisedEngine}[engine](prepare(chosen))
 

@@ -1,9 +1,6 @@
 """Blankets end to end: what one user alone costs, silent nodes, shufflers side by side."""
 
 import json
-import re
-import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from run_world import json_lines, trained
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.cli.__main__ import app
-from shufl.learning.config import load
+from shufl.learning.config import dumps, load
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.simulator.canary import likelihood_score, projections, run_canary
@@ -87,14 +84,13 @@ def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(start_shuffler):
 
 
 @pytest.mark.slow
-def test_the_command_attacks_a_users_own_configuration(tmp_path):
-    config = blankets_config(tmp_path, rounds=50)
-    arguments = ["audit", "--end-to-end", str(config), "--samples", "4", "--epsilon", "0.7"]
+def test_the_command_attacks_the_plan_of_a_configuration():
+    arguments = ["audit", "--end-to-end", "quickstart", "--samples", "4", "--epsilon", "0.7"]
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     checks = json.loads(result.stdout)
     assert set(checks) == {"blanket", "local"}
-    event = prepare(load(str(config))).plan.event()
+    event = prepare(load("quickstart")).plan.event()
     for name, check in checks.items():
         claim = make_accountant(name, "replace").compose(event).get_delta(0.7)
         assert check["claimed_delta"] == pytest.approx(claim)
@@ -122,56 +118,28 @@ def test_a_mistake_in_an_attack_is_one_line(arguments, message):
 
 def test_an_attack_finds_your_modules_beside_the_configuration(tmp_path):
     (tmp_path / "my_records.py").write_text("def make():\n    raise ValueError('found it')\n")
-    config = blankets_config(tmp_path, rounds=50)
-    text = re.sub('dataset = ".*"', 'dataset = "my_records:make"', config.read_text())
-    config.write_text(text)
+    config = tmp_path / "own.toml"
+    chosen = load("quickstart", ["data.dataset=my_records:make"])
+    config.write_text(dumps(chosen))
     result = CliRunner().invoke(app, ["audit", "--end-to-end", str(config)])
     assert result.exit_code == 2 and "ValueError (my_records.py, line 2)" in result.stderr
 
 
-def blankets_config(folder, rounds, users=600, **values):
-    """A run of as many rounds as `blanket` allows, `rounds` at most by the budget."""
-    accountant = make_accountant("blanket", "replace")
-    settings = {"nodes": 3, "number": 1, "blankets": 30.0, **values}
-    path = Path(folder) / "blankets.toml"
-    text = f"""
-        name = "blankets"
-        seed = 5
-        [privacy]
-        check_in_rate = 0.5
-        noise_multiplier = 1.0
-        shuffler_blankets = {settings["blankets"]}
-        accountant = "blanket"
-        target_epsilon = TARGET
-        delta = 1e-3
-        rounds = 1000
-        minimum_batch = 5
-        [data]
-        dataset = "digits"
-        users = {users}
-        [model]
-        name = "logistic-regression"
-        [training]
-        learning_rate = 1.0
-        [simulation]
-        nodes = {settings["nodes"]}
-        round_timeout = 600.0
-        [shuffler]
-        number = {settings["number"]}
-    """
-    path.write_text(textwrap.dedent(text).replace("TARGET", "1e6"))
-    event = prepare(load(str(path))).plan.event()
-    ends = [accountant.epsilon_after(event, 1e-3, count) for count in (rounds, rounds + 1)]
-    path.write_text(textwrap.dedent(text).replace("TARGET", repr(sum(ends) / 2)))
-    return path
+SETTINGS = (
+    "seed=5", "privacy.accountant=blanket", "privacy.shuffler_blankets=30", "privacy.delta=1e-3",
+    "privacy.rounds=1000", "privacy.minimum_batch=5", "privacy.target_epsilon=1e6",
+    "data.users=600", "simulation.nodes=3",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_third_of_the_users_silent_the_run_trains_to_its_budget(tmp_path):
     """`blanket` counts on nobody else; who counts on others has no ε."""
-    config = blankets_config(tmp_path, rounds=12)
-    silent = ["simulation.engine=vectorised", "simulation.silent=0.33"]
-    folder = trained(load(str(config), silent), tmp_path / "runs")
+    settings = [*SETTINGS, "simulation.engine=vectorised", "simulation.silent=0.33"]
+    event = prepare(load("quickstart", settings)).plan.event()
+    ends = [make_accountant("blanket").epsilon_after(event, 1e-3, rounds) for rounds in (12, 13)]
+    settings.append(f"privacy.target_epsilon={sum(ends) / 2}")
+    folder = trained(load("quickstart", settings), tmp_path / "runs")
     rows = json_lines(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     assert (len(rows), summary["stopped_by"]) == (12, "budget")
@@ -202,12 +170,12 @@ def test_users_whose_shuffler_releases_nothing_are_not_present(tmp_path):
     assert (row["users_present"], row["smallest_crowd"]) == (200, 200)
 
 
-def test_accountants_that_count_on_others_are_priced_at_the_smallest_crowd(tmp_path):
-    config = blankets_config(tmp_path, rounds=3, users=601, nodes=5, number=2)
-    experiment = prepare(load(str(config)))
+def test_accountants_that_count_on_others_are_priced_at_the_smallest_crowd():
+    settings = [*SETTINGS, "data.users=601", "simulation.nodes=5", "shuffler.number=2"]
+    experiment = prepare(load("quickstart", settings))
     assert experiment.shuffler_of.crowds(601) == (361, 240)
     assert experiment.plan.least_present == 240
     assert experiment.plan.event().users == 240
     assert np.bincount(experiment.shuffler_of(np.arange(601))).tolist() == [361, 240]
     with pytest.raises(ConfigError, match=r"at most 240, the users of the smallest shuffler"):
-        prepare(load(str(config), ["privacy.least_present=241"]))
+        prepare(load("quickstart", [*settings, "privacy.least_present=241"]))

@@ -11,7 +11,7 @@ from canary_world import node_with_halved_noise
 from client_world import DIMENSION, USERS, device_node, wait_for_rounds
 from nights import by_night
 from rounds import make_plan
-from run_world import LIMIT, json_lines, model_of, only_folder, shufl, trained
+from run_world import LIMIT, json_lines, model_of, only_folder, set_options, shufl, trained
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.clients import DeviceLedger, DeviceLimits, Node, ReportFailed
 from shufl.clients import app as client_app
@@ -147,56 +147,29 @@ def test_an_owner_whose_accountant_has_no_price_for_sums_takes_no_part(
         DeviceLedger(tmp_path / f"{known}.db", limits).check("run", round.plan, 5)
 
 
-CONFIG = """
-name = "sums"
-seed = 5
-[privacy]
-mixing = "sum"
-cover = true
-check_in_rate = 0.5
-noise_multiplier = 0.2
-central_noise = 2.0
-accountant = "sum-distributed"
-target_epsilon = 1e6
-delta = 1e-3
-rounds = 2
-minimum_batch = 1
-[data]
-dataset = "digits"
-users = 300
-[model]
-name = "logistic-regression"
-[training]
-learning_rate = 1.0
-[shuffler]
-number = 2
-[simulation]
-nodes = 4
-round_timeout = 600.0
-"""
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "sums.toml"
-    path.write_text(CONFIG)
-    return path
+SETTINGS = (
+    "seed=5", "privacy.mixing=sum", "privacy.cover=true", "privacy.check_in_rate=0.5",
+    "privacy.noise_multiplier=0.2", "privacy.central_noise=2", "privacy.shuffler_blankets=0",
+    "privacy.accountant=sum-distributed", "privacy.target_epsilon=1e6", "privacy.delta=1e-3",
+    "privacy.rounds=2", "privacy.minimum_batch=1", "data.users=300", "simulation.nodes=4",
+    "shuffler.number=2",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
-def test_a_run_on_flower_ends_with_the_model_that_whole_numbers_say(config, tmp_path):
+def test_a_run_on_flower_ends_with_the_model_that_whole_numbers_say(tmp_path):
     """Every coin, update and noise made again here: of nodes, of two shufflers, and the server."""
-    result = shufl("run", config, "--runs", tmp_path / "flower")
+    result = shufl("run", "quickstart", *set_options(*SETTINGS), "--runs", tmp_path / "flower")
     assert result.returncode == 0, result.stderr
-    assert prepare(load(str(config))).config.shuffler.sealing == "mlkem768-x25519"
-    said = load(str(config), ["shuffler.sealing=x25519"])
-    assert prepare(said).config.shuffler.sealing == "x25519"
+    experiment = prepare(load("quickstart", SETTINGS))
+    assert experiment.config.shuffler.sealing == "mlkem768-x25519"
+    said = prepare(load("quickstart", [*SETTINGS, "shuffler.sealing=x25519"]))
+    assert said.config.shuffler.sealing == "x25519"
     assert "no report can be looked at, and one cheating node can spoil a round" in result.stdout
     folder = only_folder(tmp_path / "flower")
     rows = json_lines(folder / "metrics.jsonl")
     assert [(row["outcome"], row["users_present"]) for row in rows] == [("released", 300)] * 2
-    experiment = prepare(load(str(config)))
     model, users_of = experiment.make_model(), experiment.load_users()
     d, optimiser = experiment.parameters, experiment.optimiser
     stepper, randomness = optimiser.build(model), SeededRandomness(5)
@@ -227,10 +200,10 @@ def test_a_run_on_flower_ends_with_the_model_that_whole_numbers_say(config, tmp_
 
 
 @pytest.mark.slow
-def test_the_vectorised_engine_adds_noise_of_that_size(config, tmp_path):
+def test_the_vectorised_engine_adds_noise_of_that_size(tmp_path):
     """Without updates to speak of: a clip norm far below the noise."""
-    chosen = ["simulation.engine=vectorised", "simulation.noise=aggregate", "privacy.rounds=1"]
-    vectorised = load(str(config), [*chosen, "privacy.clip_norm=1e-6"])
+    chosen = "simulation.engine=vectorised", "simulation.noise=aggregate", "privacy.rounds=1"
+    vectorised = load("quickstart", [*SETTINGS, *chosen, "privacy.clip_norm=1e-6"])
     experiment = prepare(vectorised)
     before = sent(experiment.make_model())
     after = model_of(trained(vectorised, tmp_path / "runs"))
@@ -256,9 +229,9 @@ def test_the_vectorised_engine_adds_noise_of_that_size(config, tmp_path):
         (["privacy.noise_multiplier=0.001"], r"noise_multiplier must be 0 or at least 0\.00725"),
     ],
 )
-def test_what_does_not_go_with_sums_is_refused_in_one_line(config, changes, why):
+def test_what_does_not_go_with_sums_is_refused_in_one_line(changes, why):
     with pytest.raises(ConfigError, match=why) as refused:
-        FlowerEngine(prepare(load(str(config), changes)))
+        FlowerEngine(prepare(load("quickstart", [*SETTINGS, *changes])))
     assert "\n" not in str(refused.value)
 
 
