@@ -53,15 +53,6 @@ MODULE = """
 
     def projected(records):
         return records @ DIRECTIONS
-
-    def mistaken():
-        missing = {}
-        return torch.stack([
-            missing["train"],
-        ])
-
-    def told_by_torch():
-        return torch.zeros(3) @ torch.zeros(4)
 """
 
 
@@ -149,16 +140,17 @@ def test_a_run_is_resumed_with_the_same_features_only(place, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere:blobs", "data.dataset nowhere:blobs could not be imported: No module named"),
-        ("blobs:none", "data.dataset blobs:none could not be imported: module 'blobs' has no"),
-        ("exits:blobs", r"exits:blobs could not be imported: it calls sys.exit\(None\)"),
-        ("blobs:MODULE", "data.dataset blobs:MODULE could not be imported"),
+        ("blobs:none", "module 'blobs' has no"),
+        ("exits:blobs", r"it calls sys.exit\(None\)"),
+        ("imports:it", r"No module .* \(imports.py, line 2\)"),
+        ("typo:it", r"[^()]* \(typo.py, line 3\)"),
     ],
 )
 def test_one_that_is_not_there_is_one_line(place, name, message):
-    with pytest.raises(ValueError, match=message) as error:
+    (place / "imports.py").write_text("import sys\nimport nowhere\n")
+    (place / "typo.py").write_text("import sys\n\ndef it(:\n")
+    with pytest.raises(ConfigError, match=f"data.dataset {name} could not be imported: {message}"):
         load_dataset(name)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
@@ -192,22 +184,6 @@ def test_torchvision_is_imported_in_a_process_of_its_own(place):
     code = "from shufl.learning.data.datasets import load_dataset; load_dataset('blobs:blobs')"
     environment = {"PYTHONPATH": python_path(place)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("blobs:mistaken", r"could not be loaded: KeyError \(blobs.py, line 28\)"),
-        ("blobs:told_by_torch", r"could not be loaded: .* \(blobs.py, line 32\)"),
-        ("imports:it", r"could not be imported: No module .* \(imports.py, line 2\)"),
-        ("typo:it", r"could not be imported: [^()]* \(typo.py, line 3\)"),
-    ],
-)
-def test_an_error_says_in_which_file_and_line(place, name, message):
-    (place / "imports.py").write_text("import sys\nimport nowhere\n")
-    (place / "typo.py").write_text("import sys\n\ndef it(:\n")
-    with pytest.raises(ConfigError, match=f"^data.dataset {name} {message}$"):
-        load_dataset(name)
 
 
 @pytest.mark.slow
