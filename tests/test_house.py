@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3900,
-    "clients": 1186,
+    "clients": 1187,
     "deploy": 1938,
     "learning": 2890,
     "protocol": 1143,
@@ -21,7 +21,7 @@ MOST_LINES = {
     "server": 1105,
     "shuffler": 3380,
     "simulator": 2780,
-    "src": 1768,
+    "src": 1759,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shufl.cli import end_in_order, options
+from shufl.learning.your_code import make_importable
 from shufl.protocol.console import Console
 
 _MOST_USERS = 10**6
@@ -115,7 +116,6 @@ def _end_to_end(
     import signal
 
     from shufl.learning.config import load
-    from shufl.learning.your_code import make_importable
     from shufl.results.experiment import prepare
     from shufl.shuffler import ShufflerError
     from shufl.simulator.canary import check_end_to_end

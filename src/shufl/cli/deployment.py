@@ -13,7 +13,9 @@ import typer
 from rich.table import Table
 
 from shufl.cli import end_in_order, options
+from shufl.learning.your_code import make_importable
 from shufl.protocol.console import Console
+from shufl.protocol.validation import ConfigError
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -49,8 +51,6 @@ def provision_command(
     """
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.provision import provision
-    from shufl.learning.your_code import make_importable
-    from shufl.protocol.validation import ConfigError
     from shufl.shuffler.keys import check_days
 
     base = deployment.absolute().parent
@@ -115,8 +115,6 @@ def rehearse_command(
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.rehearse import rehearse
-    from shufl.learning.your_code import make_importable
-    from shufl.protocol.validation import ConfigError
     from shufl.results.engine import EngineFailed
     from shufl.server import RoundFailed
 
@@ -144,7 +142,6 @@ def doctor_command(
     Exits with 1 if anything is wrong, and says what mends it.
     """
     from shufl.deploy.doctor import examine
-    from shufl.learning.your_code import make_importable
 
     make_importable([folder])
     with options.failing(OSError, ValueError):
@@ -180,7 +177,6 @@ def register_command(
     Run it again whenever that folder has changed, also while a run goes on.
     """
     from shufl.deploy.superlink import register
-    from shufl.protocol.validation import ConfigError
     from shufl.results.engine import EngineFailed
 
     with options.failing(ConfigError, OSError), options.failing(EngineFailed, code=1):
@@ -202,7 +198,6 @@ def status_command(
     from shufl.deploy.run_status import newest_run, status_of
     from shufl.deploy.server_site import ServerSite
     from shufl.deploy.site_files import load_site
-    from shufl.protocol.validation import ConfigError
     from shufl.results.tables import epsilon_text, score_text
 
     here = Path("server.toml")

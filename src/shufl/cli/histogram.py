@@ -18,6 +18,7 @@ from shufl.learning.data.users import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.text import rounded_up
+from shufl.protocol.validation import choice
 from shufl.results.plots import draw
 from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
@@ -71,7 +72,6 @@ def histogram_command(
 ) -> None:
     """Estimate the share of each category, with error bars, and print ε by every accountant."""
     from shufl.accounting import LedgerError, epsilon_table
-    from shufl.protocol.validation import choice
     from shufl.simulator.histogram import count_column, plan_for, simulate
 
     if out is not None:
