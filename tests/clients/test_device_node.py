@@ -60,6 +60,12 @@ def reports_of(round, node):
     return np.array(sorted(map(tuple, round.released()))), prepared
 
 
+def check_reports(found, round, update_of):
+    """That reports are those of these updates, by the noise of seed 3, to within their unit."""
+    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
+    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+
+
 def expected_of(round, seed, update_of):
     """Reports of these updates, in order, by seeded noise."""
     mechanism, users = round.plan.mechanism, np.arange(round.settings.policy.users)
@@ -130,8 +136,7 @@ def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path
         features, labels = of_user(user)
         return local_update(model, features[:3], labels[:3], training, seed)
 
-    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
-    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+    check_reports(found, round, update_of)
 
 
 @pytest.mark.slow
@@ -201,8 +206,7 @@ def test_users_whose_records_make_the_model_fail_count_as_zero_alone(
             return np.zeros(DIMENSION, dtype=np.float32)
         return local_update(model, *records(user), LocalTraining(), seed)
 
-    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
-    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+    check_reports(found, round, update_of)
     assert node._worker.states.tolist() == [DONE, FAILED, FAILED, FAILED, DONE, DONE]
     assert node._worker._child.process.pid != first
     (line,) = [each for each in caplog.messages if "count as zero" in each]
@@ -304,8 +308,7 @@ def test_a_newer_round_ends_an_older_ones_work(make_round, running, tmp_path):
     def update_of(user, seed):
         return local_update(model, *records(user), LocalTraining(), seed)
 
-    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
-    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+    check_reports(found, round, update_of)
 
 
 class SetClock(Clock):
