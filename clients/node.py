@@ -85,7 +85,7 @@ class Question(_Said):
         frozen: the `frozen_digest` of the server's model.
     """
 
-    about = "run"
+    about: ClassVar[str] = "run"
 
     run_id: _RunId
     plan_digest: _Digest
@@ -101,7 +101,7 @@ class Announcement(_Said):
         seconds: for how long the server waits for answers.
     """
 
-    about = "round"
+    about: ClassVar[str] = "round"
 
     run_id: _RunId
     round: Annotated[int, Field(ge=0, lt=2**63)]

@@ -91,10 +91,10 @@ def histogram_command(
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
             names = _needed("--categories", _categories(categories, other))
-            column = _needed("--column", column)
+            counted = _needed("--column", column)
             _needed("--target-epsilon", given.get("target_epsilon"))
             counts, true, rows_there = count_column(
-                source, column, names, other=other, user_column=user_column, seed=seed
+                source, counted, names, other=other, user_column=user_column, seed=seed
             )
             users = int(counts.sum())
             by = f"each of {spaced(rows_there)} rows is taken for one person"
