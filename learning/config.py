@@ -16,7 +16,7 @@ from pydantic import Field, PlainValidator, model_validator
 from shufl.learning.data.files import RecordFile
 from shufl.learning.section import Section
 from shufl.protocol.plan import Times
-from shufl.protocol.plan_fields import CheckInRate, Privacy, Rounds, Users
+from shufl.protocol.plan_fields import CheckInRate, Privacy, Rounds, Schedule, Users
 from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml, shown
 
 DATASETS = {
@@ -36,7 +36,6 @@ Optimisers = Literal[
     "rmsprop", "rprop", "sgd",
 ]  # fmt: skip
 """The server's optimisers: classes of torch.optim that need only gradients."""
-Schedule = Literal["constant", "linear", "cosine"]
 TASKS = {
     "classification": "shufl.learning.tasks:CLASSIFICATION",
     "regression": "shufl.learning.tasks:REGRESSION",

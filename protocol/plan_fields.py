@@ -39,6 +39,7 @@ AccountantName = Literal[
 MechanismName = Literal["gaussian", "ldp-sgd", "randomised-response"]
 ParticipationName = Literal["check-in", "allocation"]
 Mixing = Literal["shuffle", "sum"]
+Schedule = Literal["constant", "linear", "cosine"]  # of the server's step size: ε ignores it
 
 
 def _is(title: str, default: Any = None) -> Any:

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shufl.accounting import Ledger, PrivacyPlan
-from shufl.learning.config import Schedule
 from shufl.learning.parameters import trained
 from shufl.learning.tasks import Measure
 from shufl.protocol.outcomes import StoppedBy
+from shufl.protocol.plan_fields import Schedule
 from shufl.server.aggregate import MakeAggregator
 from shufl.server.checkpoint import Checkpoint
 from shufl.server.policy import Deployed, Simulated
