@@ -31,4 +31,7 @@ if __name__ != "shufl.clients":
 
 import lazy_loader
 
+SERVICE = "shufl.Device"
+"""The gRPC service of a node's process, which the relay calls."""
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

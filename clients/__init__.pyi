@@ -5,7 +5,10 @@ from .node import Announcement, Node, ReportFailed
 from .policy import Deployed, Simulated
 from .settings import ClientSettings
 
+SERVICE: str
+
 __all__ = [
+    "SERVICE",
     "Announcement",
     "ClientSettings",
     "Deployed",

@@ -151,7 +151,7 @@ class DeviceLimits(Checked):
             )
 
     def charge(self, run: RunOffered) -> float:
-        """ε of all the rounds that a run may have, at its share of δ: 6/(πk)² of it for the k-th.
+        """ε of all the rounds that a run may have, at its share of δ: the k-th run has 6δ/(πk)².
 
         Raises:
             RoundRefused: the owner's accountant has no ε for the run's plan, or counts on users
@@ -307,7 +307,7 @@ class SimulatedLedger:
         return run
 
     def _ask_owner(self, plan: PrivacyPlan, runs: list[RunOffered], new: bool) -> None:
-        """Refuses a plan, or these runs with one that may be new: nobody does in a simulation."""
+        """Asks the device's owner whether to accept a plan and all runs; a simulation has none."""
 
     def offered(self) -> list[RunOffered]:
         """What every run has offered, the first run first.

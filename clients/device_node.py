@@ -66,7 +66,7 @@ class DeviceNode(Node):
         if window is None or not plan.cover:
             raise ValueError("a deployed node needs a plan with cover and a window")
         super().__init__(settings, randomness)
-        plan.check_dimension(self._work.dimension, policy.users)  # whoever has made the settings
+        plan.check_dimension(self._work.dimension, policy.users)  # settings may come from anywhere
         if plan.mixing == "sum":  # refuses a key with which no seed can be signed
             header = RoundHeader("", 0, "", "", "")
             seal_seed(bytes(SEED_BYTES), 1, generate_key_pair()[1], header, self._signer)
@@ -141,7 +141,7 @@ class DeviceNode(Node):
                 for user, why in [*failed.items()][:1]:  # one line, however many there are
                     told = "%d of the updates cannot be computed, and count as zero; user %d: %s"
                     log.warning(told, len(failed), user, why)
-            except Exception:  # whoever's update is not done reports noise alone
+            except Exception:  # users without an update report noise alone
                 log.exception("round %d: not all updates are computed", number)
             first = opened + self.window.send_after
             reports = self._reports_in_time(users, first, round, over, node)
@@ -169,7 +169,7 @@ class DeviceNode(Node):
     ) -> Iterator[tuple[int | range, bytes]]:
         """(user, sealed report) of every user, each made when it is sent; with sums one message.
 
-        They leave together: a stream that was held over the whole spread would keep others out.
+        All reports leave together: a stream open for the whole spread would keep other nodes out.
         """
         plan, number = self.settings.plan, round.header.round
         draws = plan.mechanism.draws(self._work.dimension)

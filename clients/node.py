@@ -8,13 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic import Field
 
 from shufl.clients.device import RoundRefused, SimulatedLedger
 from shufl.clients.policy import Simulated
@@ -30,7 +29,7 @@ from shufl.protocol.mechanisms import (
 )
 from shufl.protocol.mechanisms.summed import masked, new_seed, whole_noise, whole_update
 from shufl.protocol.plan import shuffler_of
-from shufl.protocol.validation import Seconds
+from shufl.protocol.validation import Record, Seconds
 from shufl.shuffler import (
     Credentials,
     IntakeClient,
@@ -61,10 +60,10 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _LONGEST_KEY = 1216  # bytes: that of the post-quantum hybrid
 
 
-class _Said:
+class _Said(Record):
     """What a server says. It is logged and kept, so its form and its length are checked."""
 
-    _name = "round's announcement"
+    about: ClassVar[str]
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Self:
@@ -74,12 +73,11 @@ class _Said:
             RoundRefused: a field is missing, unknown or not what it should be.
         """
         try:
-            return cls(**fields)
-        except (ValueError, TypeError):
-            raise RoundRefused(f"the {cls._name} is malformed") from None
+            return cls.model_validate(dict(fields))
+        except ValueError:
+            raise RoundRefused(f"the {cls.about}'s announcement is malformed") from None
 
 
-@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Question(_Said):
     """What the server asks before the first round: whether a node agrees.
 
@@ -87,14 +85,13 @@ class Question(_Said):
         frozen: the `frozen_digest` of the server's model.
     """
 
-    _name = "run's announcement"
+    about: ClassVar[str] = "run"
 
     run_id: _RunId
     plan_digest: _Digest
     frozen: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
 
 
-@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Announcement(_Said):
     """What the server says of a round, beside the model.
 
@@ -103,6 +100,8 @@ class Announcement(_Said):
         public_key: the server's, for this round.
         seconds: for how long the server waits for answers.
     """
+
+    about: ClassVar[str] = "round"
 
     run_id: _RunId
     round: Annotated[int, Field(ge=0, lt=2**63)]
@@ -133,8 +132,7 @@ class Node:
 
     Args:
         settings: the client's side of the run.
-        randomness: draws coins and noise; left out, it is that of the settings' seed.
-
+        randomness: draws coins and noise. Default: that of the settings' seed.
     """
 
     def __init__(self, settings: ClientSettings, randomness: Randomness | None = None):
@@ -144,7 +142,9 @@ class Node:
         self._work = NodeUpdates(settings.make_model, settings.training, self._policy.together)
         self._records = settings.load_users()
         self._ledgers: dict[int, SimulatedLedger | None] = {}
-        self._intakes = [IntakeClient(*shuffler) for shuffler in settings.shufflers]
+        self._intakes = [
+            IntakeClient(address, credentials) for address, credentials in settings.shufflers
+        ]
 
     def close(self) -> None:
         """Closes the connections to the shufflers."""
@@ -182,8 +182,8 @@ class Node:
     def prepare(self, announced: Announcement, model: ArrayRecord, node: int = 0) -> PreparedRound:
         """Agrees to a round, or refuses it. Depends on no coin and no data.
 
-        The shuffler is asked what the server gave it for this round: so a server that shows nodes
-        different keys or models is refused by all nodes but those who were shown the shuffler's.
+        The shuffler is asked which key and model the server gave it for this round. If the server
+        shows nodes different ones, only nodes that were shown the shuffler's take part.
         A round that is agreed to is in the device's ledger, on disk, when this returns.
 
         The number `node` decides this node's shuffler and its ledger.
@@ -234,7 +234,7 @@ class Node:
         return round
 
     def _over_at(self, until: float, window_ends: float) -> float:
-        """When a round is over: in simulation, where there is no window, the server says it."""
+        """When a round is over. A simulation has no window, so the server says it."""
         return until
 
     def accept_run(self, run_id: str, node: int = 0) -> None:
@@ -263,9 +263,10 @@ class Node:
         return self._ledgers[node]
 
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
-        """Those of the users who check in, or drew this round, submit a sealed private report.
+        """Users who check in, or drew this round, submit a sealed private report.
 
-        Under a plan with cover the others submit an empty one; with sums all send one message.
+        Under a plan with cover the other users submit an empty report. With sums the node sends one
+        message for all its users.
 
         `users` are the ids of this node's users, evenly spaced, int of shape (u,). The number
         `node` decides where it submits.

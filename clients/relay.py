@@ -16,9 +16,9 @@ import grpc
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from shufl.clients import SERVICE
 from shufl.vendor_internals import RecordsMessage, records_from_message, records_to_message
 
-SERVICE = "shufl.Device"
 _KINDS = ("query", "train")
 _SECONDS = 3600.0  # the longest wait for the node's answer
 

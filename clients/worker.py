@@ -37,11 +37,11 @@ TO_DO, AT_WORK, DONE, FAILED = range(4)
 """How far a user's update is."""
 
 _SHARES = 3
-"""Of a window: one for a user who hangs, two for the others, on a machine that is busy besides."""
+"""The work fits into a third of a window: a user who hangs may take one, a busy machine another."""
 
-_MARGIN = 1.25  # of what a round needs: its announcement takes a while to come
+_MARGIN = 1.25  # a node hears of a round some time after the shuffler has opened it
 _LONG = 1e6  # seconds
-_LOOK_SECONDS = 1.0  # after which the parent looks whose update takes too long, at most
+_LOOK_SECONDS = 1.0  # the parent looks at least this often whose update takes too long
 _TOO_LONG = "it takes too long"
 _PROCESSES = multiprocessing.get_context("forkserver")  # which has imported torch
 _PROCESSES.set_forkserver_preload([__name__])
@@ -214,13 +214,13 @@ class Worker:
     ) -> dict[int, str]:
         """Has the updates of a round computed; ends the work on an older one, whose `over` is set.
 
-        Returns when all are done, after `seconds`, or when a newer round begins: why the updates
-        that failed did, by user. A user whose update ends the child, or takes longer than a third
-        of `seconds`, has failed; a new child goes on with the others. It is the parent who looks at
-        the time, so that a model cannot switch that off.
+        Returns why updates failed, by user: when all are done, after `seconds`, or when a newer
+        round begins. A user whose update ends the child, or takes longer than a third
+        of `seconds`, has failed; a new child goes on with the other users. The parent looks at the
+        time, so that no model can switch this off.
 
         Raises:
-            OSError: the machine starts no child; then none is done.
+            OSError: the machine starts no child, so no update is done.
         """
         failed: dict[int, str] = {}
         if over.is_set():
@@ -315,7 +315,7 @@ def _serve(
             parameters, seeds = pipe.recv()
             work.load({name: torch.from_numpy(each) for name, each in parameters.items()})
             more = True
-            while more:  # what a model switches on or off in torch is of the thread that it ran in
+            while more:  # a model's torch settings end with the thread in which it ran
                 with ThreadPoolExecutor(1, initializer=_set_up, initargs=(threads,)) as thread:
                     more = thread.submit(compute, work, memory, seeds, pipe.send).result()
     except (EOFError, BrokenPipeError):  # the parent has ended
@@ -330,7 +330,7 @@ def _set_up(threads: int) -> None:
 def compute(
     work: NodeUpdates, memory: _Memory, seeds: np.ndarray, tell: Callable[[tuple[int, str]], None]
 ) -> bool:
-    """Computes what is to do, until an update fails: then `tell` is told whose, and why.
+    """Computes the updates that are still to do, until one fails; `tell` gets its user and reason.
 
     Returns:
         Whether there is more to do.

@@ -22,7 +22,8 @@ from shufl.accounting import rounds_within_budget
 from shufl.clients.device import RunOffered, read_device, runs_of
 from shufl.deploy.deployment import LONGEST_SOCKET
 from shufl.deploy.run_status import ask_health
-from shufl.deploy.site_files import NodeSite, ServerSite, flower_connection, load_site, role_of
+from shufl.deploy.server_site import ServerSite, flower_connection
+from shufl.deploy.site_files import NodeSite, load_site, role_of
 from shufl.learning.config import load
 from shufl.learning.your_code import one_line
 from shufl.protocol import shuffler_of

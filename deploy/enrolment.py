@@ -19,7 +19,7 @@ import tomli_w
 from cryptography import x509
 
 from shufl.deploy.deployment import Deployment, Site
-from shufl.deploy.site_files import LOG_FILE, append_log
+from shufl.deploy.server_site import LOG_FILE, append_log
 from shufl.protocol.files import write_whole
 from shufl.protocol.validation import ConfigError
 from shufl.shuffler.callers import Role, fingerprint_of
@@ -246,7 +246,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The authority's log; none if there is no file.
 
     Raises:
-        ConfigError: a line of it is none that this module has written.
+        ConfigError: this module has not written one of its lines.
     """
     lines: list[dict[str, Any]] = []
     text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -272,7 +272,7 @@ def _facts(certificate: x509.Certificate) -> dict[str, str]:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Writes a certificate that every site has; refuses another one that is there.
+    """Writes a certificate that every site has; refuses to replace a different one.
 
     Raises:
         ConfigError: there is another.

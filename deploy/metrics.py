@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from shufl.clients.device import read_device, runs_of
 from shufl.deploy.run_status import health_of, newest_run, status_of
-from shufl.deploy.site_files import NodeSite, ServerSite, load_site, role_of
+from shufl.deploy.server_site import ServerSite
+from shufl.deploy.site_files import NodeSite, load_site, role_of
 from shufl.shuffler.keys import read_certificate, renew_from
 
 _Sample = tuple[str, str, float, dict[str, str]]

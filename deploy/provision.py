@@ -22,7 +22,7 @@ from shufl.clients.device import RunOffered
 from shufl.deploy.deployment import Deployment, Process, ShufflerEntry, Site
 from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolment, Provisioned
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.site_files import ServerSite
+from shufl.deploy.server_site import ServerSite
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
 from shufl.learning.your_code import is_carried

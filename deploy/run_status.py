@@ -11,7 +11,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shufl.accounting import Ledger, LedgerError, rounds_within_budget
-from shufl.deploy.site_files import OUTCOME_FILE, ServerSite
+from shufl.deploy.server_site import OUTCOME_FILE, ServerSite
 from shufl.protocol.outcomes import NODES_FILE
 from shufl.protocol.validation import ConfigError
 from shufl.results.run_folder import read_run

@@ -25,14 +25,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.accounting import Ledger, LedgerError
-from shufl.deploy.site_files import (
-    CONSOLE_FILE,
-    OUTCOME_FILE,
-    STOP_FILE,
-    ServerSite,
-    check_cover,
-    load_site,
-)
+from shufl.deploy.server_site import CONSOLE_FILE, OUTCOME_FILE, STOP_FILE, ServerSite
+from shufl.deploy.site_files import check_cover, load_site
 from shufl.learning.config import Config
 from shufl.learning.configured import check_model_size
 from shufl.learning.data.features import check_digest

@@ -24,7 +24,7 @@ from typing import IO, Any
 from shufl.accounting import Ledger
 from shufl.deploy.deployment import PROGRAMS, flower_environment
 from shufl.deploy.server_app import deployed_experiment
-from shufl.deploy.site_files import (
+from shufl.deploy.server_site import (
     CONSOLE_FILE,
     FLOWER_FOLDER,
     OUTCOME_FILE,
@@ -34,8 +34,8 @@ from shufl.deploy.site_files import (
     ServerSite,
     append_log,
     flower_connection,
-    load_site,
 )
+from shufl.deploy.site_files import load_site
 from shufl.learning.config import Config
 from shufl.learning.your_code import one_line
 from shufl.protocol.files import write_whole
@@ -55,7 +55,7 @@ _LEAST_FREE = 2**16
 
 
 def register(site_path: Path) -> Iterator[str]:
-    """Registers the nodes that were agreed, unregisters the others; tells a line of each.
+    """Registers the agreed nodes, unregisters all others, and yields a line for each.
 
     It may be run again at any time, also while a run goes on. `site_path` is the server's file.
 
@@ -176,8 +176,8 @@ def resume_on(connection: str, site_path: Path, folder: Path) -> str:
 def go_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
     """Goes on with the newest run of the configuration's name, or begins one if there is none.
 
-    It is looked for below `runs`. One that is under way is shown to its end. For one that has ended
-    there is nothing to do, whatever the configuration says by now: a second run has another name.
+    The run is looked for below `runs`. A run that is under way is shown to its end. If the run has
+    ended, nothing is done, even if the configuration has changed: a second run needs another name.
 
     Returns, raises: as `run_on`; a ConfigError also where the run ended early by itself: to go on
     may cost ε in vain, so that somebody has to look first.
@@ -271,7 +271,7 @@ def _follow(connection: str, site_path: Path, folder: Path, under_way: bool = Fa
         def show() -> None:
             try:
                 print(shown.read(), end="", flush=True)
-            except OSError:  # whoever looked is gone: the run is not left alone
+            except OSError:  # nobody looks any more: the run is not left alone
                 stop.set()
 
         try:

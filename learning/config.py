@@ -15,9 +15,8 @@ from pydantic import Field, PlainValidator, model_validator
 
 from shufl.learning.data.files import RecordFile
 from shufl.learning.section import Section
-from shufl.protocol.outcomes import Schedule
 from shufl.protocol.plan import Times
-from shufl.protocol.plan_fields import CheckInRate, Privacy, Rounds, Users
+from shufl.protocol.plan_fields import CheckInRate, Privacy, Rounds, Schedule, Users
 from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml, shown
 
 DATASETS = {

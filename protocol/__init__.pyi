@@ -1,7 +1,8 @@
 from .events import Allocation, CheckIn, FixedSize, Shuffled, Summed
 from .mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
-from .outcomes import AgreedNode, RoundOutcome, RoundRecord, Schedule, StoppedBy
+from .outcomes import AgreedNode, RoundOutcome, RoundRecord, StoppedBy
 from .plan import Plan, shuffler_of
+from .plan_fields import Schedule
 
 __all__ = [
     "AgreedNode",

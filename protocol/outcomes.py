@@ -1,4 +1,4 @@
-"""What is told of rounds, runs and nodes; it needs no torch, as those who only read it do not."""
+"""What is recorded of rounds, runs and nodes. Programs that only read it load no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-Schedule = Literal["constant", "linear", "cosine"]
 StoppedBy = Literal["budget", "rounds", "on_round", "interrupt"]
 
 NODES_FILE = "nodes.json"

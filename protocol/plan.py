@@ -103,8 +103,8 @@ class Plan(Checked):
         shuffler_blankets: λ, how many noise-only reports the shuffler adds to a round in
             expectation.
         cover: Whether users who did not check in send too: an empty report, which only the server
-            can tell from others, once it is opened among all the others. ε is the same; who watches
-            the network or runs the shuffler does not learn who checked in.
+            can tell from other reports, after it has opened the shuffled batch. ε is the same. The
+            shuffler, and whoever watches the network, do not learn who checked in.
         least_present: Fewest users who must be present at a shuffler for its batch to be released,
             if the accountant counts on others; all users if left out. Accountants that count on
             others price a round of this many users.

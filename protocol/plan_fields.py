@@ -39,6 +39,7 @@ AccountantName = Literal[
 MechanismName = Literal["gaussian", "ldp-sgd", "randomised-response"]
 ParticipationName = Literal["check-in", "allocation"]
 Mixing = Literal["shuffle", "sum"]
+Schedule = Literal["constant", "linear", "cosine"]  # of the server's step size: ε ignores it
 
 
 def _is(title: str, default: Any = None) -> Any:
@@ -47,7 +48,7 @@ def _is(title: str, default: Any = None) -> Any:
 
 
 class Privacy(Record):
-    """A plan, but for n, of which values may be open: the section `[privacy]` of a configuration.
+    """The section `[privacy]` of a configuration: a plan without n, whose values may be open.
 
     Open values are None, or "least-error" for blankets. Clip norm C and noise multiplier z belong
     to the mechanisms of any vector, k categories and ε₀ to randomised response.

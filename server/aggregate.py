@@ -39,7 +39,7 @@ class Aggregator(Protocol):
         """
 
     def result(self, users: int) -> np.ndarray:
-        """The estimate, float32 of shape (d,), where so many users flipped coins."""
+        """The estimate, float32 of shape (d,); `users` is how many users flipped coins."""
 
 
 MakeAggregator = Callable[["PrivacyPlan", int], Aggregator]
@@ -67,7 +67,7 @@ class Mean:
         self.total += report
 
     def result(self, users: int) -> np.ndarray:
-        """The estimate, float32 of shape (d,), where so many users flipped coins."""
+        """The estimate, float32 of shape (d,); `users` is how many users flipped coins."""
         scale = self.plan.mechanism.unit(self.dimension) / (users * self.plan.check_in_rate)
         return (self.total * scale).astype(np.float32)
 

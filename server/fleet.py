@@ -96,18 +96,18 @@ def check_agreed(node: int, state: NodeState, agreed: dict[int, AgreedNode]) -> 
 class Fleet:
     """The nodes of one run.
 
-    On real machines every node that is connected is asked before every round whether it is there
-    and agrees to the plan. Nobody waits for one that did not answer the last time, unless there are
-    too few others. Simulated nodes are asked once.
+    On real machines every connected node is asked before every round whether it agrees to the plan.
+    The server does not wait for a node that did not answer the last time, unless there are too few
+    other nodes. Simulated nodes are asked once.
 
     Attributes:
         known: all that ever agreed, by Flower's id; some may be away, or have failed since.
     """
 
     def __init__(self, settings: ServerSettings, grid: Grid, over: Callable[[], bool], frozen: str):
-        """Begins without any.
+        """Begins without nodes.
 
-        Once `over` turns true, nobody is waited for. `frozen` is the model's `frozen_digest`.
+        Once `over` turns true, no node is waited for. `frozen` is the model's `frozen_digest`.
         """
         self.settings, self._policy = settings, settings.policy
         self.known: dict[int, NodeState] = {}
@@ -259,7 +259,7 @@ class Fleet:
         self._write()
 
     def _ask(self, connected: set[int]) -> None:
-        """Asks those who are to be asked, and hears who has answered."""
+        """Asks nodes that have not answered yet, and hears the answers that have come."""
         for question in self._questions:
             question.hear()
             self._take(question, connected)

@@ -106,7 +106,7 @@ class RoundLoop:
         while not self._stop():
             nodes = self._fleet.gather(until)
             enough = self._fleet.with_enough(nodes)
-            # All are asked where none has enough users, so that one that is gone is noticed.
+            # If no shuffler has enough users, all are asked, so that a dead one is noticed.
             parts = [each for each in self.parts if not enough or each.number in enough]
             self._book(parts)
             ready = [each for each in parts if each.error is None]
@@ -119,10 +119,10 @@ class RoundLoop:
         return [], []
 
     def _book(self, parts: Sequence[ShufflerRound]) -> None:
-        """Has shufflers book the next round; waits for none that did not hold the last one."""
+        """Has shufflers book the next round; does not wait for those that missed the last one."""
         until = time.monotonic() + self._policy.shuffler_seconds
         while True:
-            _at_each(parts, ShufflerRound.book)  # also those that have: another minute
+            _at_each(parts, ShufflerRound.book)  # again: a booking holds for a minute
             away = {each.number for each in parts if each.error}
             if not away - self._away or time.monotonic() > until or self._waiting_is_over():
                 self._away = away
@@ -134,9 +134,9 @@ class RoundLoop:
     ) -> PlayedRound:
         """Opens a round at every shuffler that has booked it, plays it, and fetches what there is.
 
-        A silent node costs nothing where ε counts on no other users: the batch is released with
-        whoever sent. Otherwise ε is that of `least_present` users mixing, so that a batch with
-        fewer of them is destroyed unseen. What one shuffler loses is lost for its users alone.
+        If ε counts on no other users, a silent node costs nothing: the batch is released with the
+        reports that came. Otherwise ε counts on `least_present` users, and a batch of fewer is
+        destroyed unseen. A shuffler that fails loses the round of its own users alone.
         """
         settings, state = self.settings, sent(trained)
         private_key, public_key = generate_key_pair(settings.sealing)
@@ -226,7 +226,7 @@ class RoundLoop:
     def _fail_if_in_vain(
         self, round: int, outcome: RoundOutcome, reasons: Sequence[object]
     ) -> None:
-        """Ends a run on real machines of which no round is released any more."""
+        """Ends a run on real machines after several rounds in a row without a release."""
         self._in_vain = 0 if outcome is RoundOutcome.RELEASED else self._in_vain + 1
         fatal = self._policy.absence_is_fatal
         if self._in_vain == MOST_IN_VAIN and not fatal and not self._stop():

@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from shufl.accounting import Ledger, PrivacyPlan
 from shufl.learning.parameters import trained
 from shufl.learning.tasks import Measure
-from shufl.protocol.outcomes import Schedule, StoppedBy
+from shufl.protocol.outcomes import StoppedBy
+from shufl.protocol.plan_fields import Schedule
 from shufl.server.aggregate import MakeAggregator
 from shufl.server.checkpoint import Checkpoint
 from shufl.server.policy import Deployed, Simulated
@@ -84,7 +85,7 @@ class Optimiser:
         stepper.step()
 
     def average_of(self, model: nn.Module) -> AveragedModel | None:
-        """The moving average that begins with this model; None where there is to be none."""
+        """The moving average that begins with this model; None: the run has no average."""
         if self.averaging == 0.0:
             return None
         return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.averaging))

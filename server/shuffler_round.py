@@ -66,7 +66,7 @@ class ShufflerRound:
         address, credentials = settings.shufflers[number]
         self.client = ControlClient(address, credentials, patience=settings.policy.shuffler_seconds)
         self.number, self._dimension, self.counts = number, dimension, Counts(settings.plan)
-        self._unended = settings.ledger.last_round  # of which there may still be a batch; 0: none
+        self._unended = settings.ledger.last_round  # the shuffler may still hold its batch; 0: none
 
     @property
     def is_releasable(self) -> bool:
@@ -106,7 +106,7 @@ class ShufflerRound:
             self._header = dataclasses.replace(header, nonce=nonce)
 
     def close(self, unwanted: bool) -> None:
-        """Waits until the round is over, by the shuffler's word; destroys one that is unwanted."""
+        """Waits until the shuffler says that the round is over; destroys an unwanted round."""
         run_id, round = self._header.run_id, self._header.round
         window = self._plan.window.seconds if self._plan.window is not None else 0.0
         with self._losing():
@@ -146,9 +146,9 @@ class ShufflerRound:
         self._unended = 0
 
     def _believe(self, most: int) -> None:
-        """Takes the shuffler's word for how many users sent, if it is possible.
+        """Takes the shuffler's number of users who sent, if that number is possible.
 
-        A real node may be killed when it has sent and not answered, or the other way round.
+        Nodes' answers do not tell it: a real node may be killed between sending and answering.
         """
         closed, self.closed, self.users = self.closed, None, 0
         if closed is not None:

@@ -128,7 +128,9 @@ class Training:
         """
         aggregate = played.aggregate
         if aggregate is not None:
-            self._step(aggregate, round)
+            self.settings.optimiser.step(self._optimiser, self.model, aggregate.estimate, round)
+            if self._average is not None:
+                self._average.update_parameters(self.model)
         result = self._evaluate() if round % self.settings.evaluate_every == 0 else {}
         return RoundRecord(
             round=round,
@@ -150,12 +152,6 @@ class Training:
     def result(self) -> nn.Module:
         """What is evaluated and saved: the model, or its average."""
         return self.model if self._average is None else self._average.module
-
-    def _step(self, aggregate: Aggregate, round: int) -> None:
-        """One optimiser step, with the estimate in the gradients' place."""
-        self.settings.optimiser.step(self._optimiser, self.model, aggregate.estimate, round)
-        if self._average is not None:
-            self._average.update_parameters(self.model)
 
     def _evaluate(self) -> dict[str, float]:
         try:

@@ -81,7 +81,7 @@ class _MeanAndReports(Mean):
 Score = Callable[[CanaryRound], float]
 """The adversary: a high score speaks for the world in which the canary holds "plus"."""
 
-_ROUND_SECONDS = 600.0  # for a node to submit in
+_SECONDS = 600.0  # for a node to submit in
 
 
 def projections(round: CanaryRound, plan: PrivacyPlan) -> np.ndarray:
@@ -158,7 +158,8 @@ def canary_rounds(
             private_key, public_key = generate_key_pair()
             header = RoundHeader(run_id, number, shown, digest, key_digest(public_key))
             nonce = control.open_round(header.run_id, number, shown, public_key)
-            announced = Announcement(header.run_id, number, digest, public_key, _ROUND_SECONDS)
+            about = {"run_id": run_id, "round": number, "plan_digest": digest}
+            announced = Announcement.read(about | {"public_key": public_key, "seconds": _SECONDS})
             node.take_part(users, node.prepare(announced, model))
             if control.close_round(header.run_id, number).outcome is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)

@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 from rounds import make_plan
@@ -155,9 +154,13 @@ class Round:
     def open(self):
         length = message_length(self.dimension, self.plan.mixing)
         self.control.create_run(self.header.run_id, self.plan.to_json().encode(), length)
-        about = self.header.run_id, self.header.round, self.header.model_digest, self.public_key
-        self.header = dataclasses.replace(self.header, nonce=self.control.open_round(*about))
+        self._open_round()
         return self
+
+    def _open_round(self):
+        run_id, number, digest = self.header.run_id, self.header.round, self.header.model_digest
+        nonce = self.control.open_round(run_id, number, digest, self.public_key)
+        self.header = dataclasses.replace(self.header, nonce=nonce)
 
     def deployed(self, place, users=USERS, window=WINDOW, **changes):
         """The same round for a real machine, whose ledger is at `place`, and of all users."""
@@ -169,8 +172,7 @@ class Round:
 
     def begin(self, node, model=None):
         """Has a deployed node take part in the round; returns what it was prepared for."""
-        about = self.header.run_id, self.header.round, self.header.plan_digest
-        announced = Announcement(*about, self.public_key, 60.0)
+        announced = Announcement(**self._about())
         prepared = node.prepare(announced, model or self.model)
         node.take_part(np.arange(self.settings.policy.users), prepared)
         return prepared
@@ -185,20 +187,22 @@ class Round:
         self.control.end_round(self.header.run_id, self.header.round)
         self.show(model.to_torch_state_dict())
         self.header = dataclasses.replace(self.header, round=self.header.round + 1)
-        about = self.header.run_id, self.header.round, self.header.model_digest, self.public_key
-        self.header = dataclasses.replace(self.header, nonce=self.control.open_round(*about))
+        self._open_round()
 
     def announce(self, node=1, model=None, **changes):
         """What the node answers to the round, and to the changes that it is shown."""
-        about = {
+        about = ConfigRecord(self._about() | changes)
+        return self.deliver("train", {"model": model or self.model, "round": about}, node)
+
+    def _about(self):
+        """What the server says of the round."""
+        return {
             "run_id": self.header.run_id,
             "round": self.header.round,
             "plan_digest": self.header.plan_digest,
             "public_key": self.public_key,
             "seconds": 60.0,
         }
-        shown = {"model": model or self.model, "round": ConfigRecord(about | changes)}
-        return self.deliver("train", shown, node)
 
     def greet(self, node=1):
         """What the node answers before the first round."""
@@ -218,14 +222,14 @@ class Round:
 
     def released(self):
         """The server's view: the opened reports, in float64."""
-        about = self.header.run_id, self.header.round
-        if self.control.close_round(*about).outcome is Outcome.BELOW_MINIMUM:
+        run_id, number = self.header.run_id, self.header.round
+        if self.control.close_round(run_id, number).outcome is Outcome.BELOW_MINIMUM:
             return []
         opener = ReportOpener(self.private_key)
         return [
             self.plan.mechanism.unit(1)
             * decode_report(opener.open(sealed, self.header), self.dimension)
-            for sealed in self.control.release(*about)
+            for sealed in self.control.release(run_id, number)
         ]
 
 
@@ -245,8 +249,3 @@ def reply_content(reply):
     """What a node answered, if it is no error."""
     assert not reply.has_error()
     return {name: dict(record) for name, record in reply.content.items()}
-
-
-def begin_flower_task():
-    """Messages are made inside a task, as Flower's runtime does."""
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 7

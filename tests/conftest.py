@@ -6,6 +6,7 @@ import re
 # OpenMP reads it when torch is imported: threads that wait leave the processors to other tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import functools
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
@@ -113,6 +114,14 @@ def seeded(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def inside_a_task():
+    """Flower's messages are made inside a task, as its runtime does."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 7
+
+
+@pytest.fixture(scope="session", autouse=True)
 def warm_trials():
     """Has a trial of a model in another process be a fork; trials of commands are none."""
     with pytest.MonkeyPatch.context() as patch:
@@ -137,6 +146,20 @@ def warm_deployment(request):
             patch.setattr("shufl.deploy.superlink.subprocess", flwr)
             patch.setattr("shufl.deploy.rehearse.subprocess", warm_sites())
         yield
+
+
+@pytest.fixture
+def make_round(request):
+    """Makes rounds of a run on a shuffler of this process; see `client_world.Round`."""
+    from client_world import Round
+    from shuffler_world import ShufflerHere
+    from shufl.clients import app
+    from shufl.shuffler import ControlClient
+
+    run_id = request.node.name[:200]
+    with ShufflerHere() as here, ControlClient(here.address, here.control) as control:
+        yield functools.partial(Round, here.address, here.submit, control, run_id=run_id)
+    app._nodes.clear()
 
 
 @pytest.fixture(scope="session")

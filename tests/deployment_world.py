@@ -24,7 +24,7 @@ from shufl.accounting import Ledger, PrivacyPlan
 from shufl.deploy.deployment import Deployment, flower_environment
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.site_files import FLOWER_FOLDER
+from shufl.deploy.server_site import FLOWER_FOLDER
 from shufl.learning.config import load
 from warm import Warm, play
 

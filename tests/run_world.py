@@ -81,6 +81,20 @@ def python_path(folder):
     return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 
+def set_options(*settings):
+    """A command's options for settings of a configuration, such as `seed=5`."""
+    return [part for each in settings for part in ("--set", each)]
+
+
+def trained(config, runs):
+    """The folder of a whole run in this process, of a configuration that was loaded."""
+    from shufl.protocol.console import Console
+    from shufl.results.run import Run
+
+    Run.new(config, runs, Console(quiet=True)).train()
+    return only_folder(runs)
+
+
 def only_folder(runs):
     (folder,) = Path(runs).iterdir()
     return folder

@@ -26,6 +26,7 @@ from shufl.protocol.plan import Window
 from shufl.server import Mean, Optimiser, RoundLoop, ServerSettings, load_checkpoint
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
+from shufl.shuffler.record import verify
 
 NODES, USERS, WIDTH = 3, 12, 5
 RATE = 1e-5
@@ -56,6 +57,11 @@ def make_model(width):
 def records(width):
     """All users are alike, and have updates of length 1: so has the mean, whoever sends."""
     return lambda user: (torch.full((1, width), 10.0), torch.tensor([1]))
+
+
+def events(shuffler):
+    """What the shuffler's public record says, beside how the run was created."""
+    return [each["event"] for each in verify(shuffler.store.record(0))[1:]]
 
 
 class Network:

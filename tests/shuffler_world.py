@@ -168,10 +168,11 @@ class ShufflerHere(ShufflerProcess):
         self.directory = directory
         self.store = open_store(settings, directory)
         self.metrics, self.revoked = Metrics(), Revoked(None)
-        about = self.store, self._own, self.revoked, settings.limits, self.metrics
 
         async def begin() -> None:
-            self._server = ShufflerServer(*about)
+            self._server = ShufflerServer(
+                self.store, self._own, self.revoked, settings.limits, self.metrics
+            )
             self.address = await self._server.start(settings.listen)
 
         self._run(begin())

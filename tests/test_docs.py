@@ -22,6 +22,7 @@ from shufl.learning.config import Config, load
 from shufl.protocol.console import Console
 from shufl.results.experiment import prepare
 from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons
+from test_house import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ROOT, ROOT / "docs", ROOT / "docs/theory"
@@ -59,10 +60,7 @@ def test_links_lead_to_files_and_headings_that_exist(page):
 
 @each_page
 def test_files_that_are_named_exist(page):
-    rooms = (
-        "accounting|benchmarks|clients|configs|deploy|learning|protocol|results|server|shuffler"
-        "|simulator|tests"
-    )
+    rooms = "|".join([*ROOMS, "benchmarks", "tests"])
     named = re.findall(rf"\b((?:{rooms})/[\w/]+\.(?:py|toml|proto))\b", text_of(page))
     for name in named:
         assert (ROOT / name).is_file(), name

@@ -13,17 +13,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3900,
-    "clients": 1190,
-    "deploy": 1940,
+    "clients": 1187,
+    "deploy": 1938,
     "learning": 2890,
-    "protocol": 1150,
+    "protocol": 1143,
     "results": 1250,
-    "server": 1110,
+    "server": 1105,
     "shuffler": 3380,
     "simulator": 2780,
-    "src": 1770,
+    "src": 1759,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
+ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     tokenize.ENDMARKER,
@@ -59,7 +60,7 @@ def test_a_room_has_no_more_code_than_was_agreed(room):
 
 def test_every_room_is_a_link_in_the_package_and_has_its_number():
     links = {path.name for path in (ROOT / "src/shufl").iterdir() if path.is_symlink()}
-    assert links == {*MOST_LINES, "configs"} - {"src"}
+    assert links == {*ROOMS}
 
 
 def test_a_room_outside_the_package_is_refused_in_one_line():

@@ -21,6 +21,7 @@ from deployment_world import deployment_of
 from nights import by_night
 from shufl.cli.__main__ import app
 from shufl.deploy.rehearse import Rehearsal
+from test_house import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -228,19 +229,7 @@ def test_a_site_s_doctor_is_content_with_its_extra(wheel, extra, modules, tmp_pa
 def test_a_wheel_has_the_code_and_what_it_reads_and_nothing_else(copy, wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    rooms = (
-        "accounting",
-        "clients",
-        "configs",
-        "deploy",
-        "learning",
-        "protocol",
-        "results",
-        "server",
-        "shuffler",
-        "simulator",
-    )
-    code = [f"{room}/**/*{suffix}" for room in rooms for suffix in (".py", ".pyi", ".proto")]
+    code = [f"{room}/**/*{suffix}" for room in ROOMS for suffix in (".py", ".pyi", ".proto")]
     read = ["configs/**/*.toml", "deploy/templates/*", "deploy/flower_app/*", "results/page.*"]
     expected = {
         f"shufl/{path.relative_to(copy)}" for form in code + read for path in copy.glob(form)

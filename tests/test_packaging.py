@@ -14,12 +14,9 @@ from deployment_world import deployment_of
 from nights import by_night
 from run_world import json_lines, only_folder, tiny_config
 from shufl import vendor_internals
+from test_house import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = (
-    *("accounting", "clients", "configs", "deploy", "learning"),
-    *("protocol", "results", "server", "shuffler", "simulator"),
-)
 ROOM = f"(?:{'|'.join(ROOMS)})"
 BARE = re.compile(
     rf"\bfrom {ROOM}(?:\.\w+)* import\b"  # also in strings

@@ -19,7 +19,6 @@ from shufl.accounting.accountants.local import AmplifiedAccountant
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.jump_counts import PoissonCount
 from shufl.accounting.numerics.jump_sum import positive_part
-from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
 from shufl.accounting.numerics.worst_pairs import LEAST_NOISE, Pair, upper_profile
 from shufl.protocol.events import Allocation, CheckIn, Shuffled
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
@@ -62,6 +61,12 @@ class BlanketAccountant(AmplifiedAccountant):
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         rate, relation = event.chance, self.neighboring_relation
         if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
+            from shufl.accounting.numerics.sign_pairs import (
+                Response,
+                among_blankets,
+                sign_profile,
+            )
+
             response, blankets = Response.of(event.mechanism), min(event.blankets, _MOST)
             hiding = among_blankets(response, rate, blankets) if blankets >= _LEAST else None
             return sign_profile(response, rate, relation, hiding, least)

@@ -15,7 +15,6 @@ from shufl.accounting.numerics.gaussian import (
     log_gaussian_delta,
     subsampled_profile,
 )
-from shufl.accounting.numerics.sign_pairs import Response, sign_profile
 from shufl.protocol.events import Allocation, CheckIn, FixedSize, Shuffled, Summed
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from shufl.protocol.text import rounded_up
@@ -52,6 +51,8 @@ class LocalAccountant(ProfileShuffleAccountant):
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         rate = _own_rate(event)
         if isinstance(event.mechanism, LdpSgd | RandomisedResponse):
+            from shufl.accounting.numerics.sign_pairs import Response, sign_profile
+
             response = Response.of(event.mechanism)
             return sign_profile(response, rate, self.neighboring_relation, None, least)
         if isinstance(event, Summed):  # it sends in every round: nobody sees its coin

@@ -136,7 +136,7 @@ def rounded(
 
 
 def _decide(start: Fraction, normal: Normal, deviation: Fraction, unit: Fraction, most: int) -> int:
-    """The whole number of one entry; as many bits of its draw are made as the decision needs."""
+    """The whole number of one entry; draws more bits of its noise until the rounding is decided."""
 
     def is_enough(integer: int) -> bool:
         bound = (integer + Fraction(1, 2)) * unit

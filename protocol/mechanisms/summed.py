@@ -90,7 +90,7 @@ def whole_update(update: np.ndarray, clip_norm: float) -> np.ndarray:
 def whole_noise(
     draws: np.ndarray, multiplier: float, users: int, dimension: int | None = None
 ) -> np.ndarray:
-    """Returns the noise of so many users who add N(0, (zC)²) each, in whole units.
+    """Returns the summed noise of `users` users, each N(0, (zC)²), in whole units.
 
     Args:
         draws: Of a `Randomness`, shape (d,); the result is exactly that of real arithmetic.

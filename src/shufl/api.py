@@ -284,15 +284,18 @@ def load_run(
     make_importable([Path.cwd()])
     config = _with_objects(config_of(folder), dataset, model)
     ledger, rows = read_run(folder)
-    ended: list[Any] = []
+    score: float | None = None
+    stopped_by: StoppedBy | None = None
     if (summary := folder / "summary.json").exists():
         try:
             read = json.loads(summary.read_bytes())
-            score = read[read["score"]]  # null is one that is not finite
-            ended = [math.nan if score is None else float(score), read["stopped_by"]]
+            found, stopped_by = read[read["score"]], read["stopped_by"]
+            score = math.nan if found is None else float(found)  # null: it is not finite
         except (ValueError, KeyError, TypeError) as error:
             raise MetricsError(f"{summary} is damaged: {one_line(error)}") from error
-    return RunResult(folder, config, ledger.plan, len(ledger.entries), rows, *ended)
+    return RunResult(
+        folder, config, ledger.plan, len(ledger.entries), rows, score=score, stopped_by=stopped_by
+    )
 
 
 def grid(
@@ -327,10 +330,10 @@ def grid(
 def _train(run: Run, on_round: OnRound | None) -> RunResult:
     rows: list[dict[str, Any]] = []  # yours, which you may change
 
-    def result(rounds: int, *ended: Any) -> RunResult:
+    def result(rounds: int, **ended: Any) -> RunResult:
         rows.extend(copy.deepcopy(run.rows[len(rows) :]))
         config, plan = run.experiment.config, run.experiment.plan
-        return RunResult(run.folder, config, plan, rounds, list(rows), *ended)
+        return RunResult(run.folder, config, plan, rounds, list(rows), **ended)
 
     def told(model: nn.Module) -> bool:
         assert on_round is not None
@@ -339,7 +342,8 @@ def _train(run: Run, on_round: OnRound | None) -> RunResult:
     ended = run.train() if on_round is None else run.train(told)
     if ended.stopped_by == "interrupt":
         raise KeyboardInterrupt(f"shufl.resume goes on with the run in {run.folder}")
-    return result(ended.rounds, ended.metrics[run.experiment.task.score], ended.stopped_by)
+    score = ended.metrics[run.experiment.task.score]
+    return result(ended.rounds, score=score, stopped_by=ended.stopped_by)
 
 
 def _path(name: str, given: Any) -> Path:

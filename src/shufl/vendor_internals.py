@@ -27,7 +27,6 @@ RecordsMessage = recorddict_pb2.RecordDict
 records_to_message, records_from_message = serde.recorddict_to_proto, serde.recorddict_from_proto
 
 _ALIVE = 0  # in Ray's GcsNodeInfo
-_NEW_AUTOSCALER = b"__autoscaler_v2_enabled", b"__autoscaler"
 
 
 def run_simulation(
@@ -51,8 +50,8 @@ def run_simulation(
 def answering_ray(address: str, by_client: bool, seconds: float) -> str:
     """Gives the address of a cluster's control store, once it has answered.
 
-    `ray.init` tries for minutes where there is no cluster. With `by_client` the address is that of
-    a server of Ray's client protocol, of which only the port is tried.
+    Without a cluster `ray.init` tries for minutes. With `by_client` the address is a server of
+    Ray's client protocol, and only its port is tried.
 
     Raises:
         ConnectionError, ValueError: no Ray answers at this address within so many seconds.
@@ -77,11 +76,11 @@ def answering_ray(address: str, by_client: bool, seconds: float) -> str:
 
 
 def nodes_of_cluster(control_store: str) -> list[dict[str, float]] | None:
-    """What each node of a cluster has by resource; None where they are not known.
+    """The resources of each node of a cluster; None if they are not known.
 
-    They are not where an autoscaler may add some, of which `ray.nodes` does not tell, nor by Ray's
-    client protocol. `control_store` is the address of a cluster to which this process is not
-    connected; "" is the one to which it is.
+    They are not known through Ray's client protocol, or if an autoscaler may add nodes, which
+    `ray.nodes` does not list. `control_store` is the address of a cluster; "" is the one that this
+    process is connected to.
     """
     from ray._private import services, worker
 
@@ -94,7 +93,7 @@ def nodes_of_cluster(control_store: str) -> list[dict[str, float]] | None:
     said = json.loads(store.internal_kv_get(b"__autoscaling_status", None) or "{}")
     kinds = (said.get("autoscaler_report") or {}).get("node_type_mapping") or {}
     scales = any(kind != f"node_{node}" for node, kind in kinds.items())  # each is its own, else
-    if scales or store.internal_kv_get(*_NEW_AUTOSCALER) == b"1":
+    if scales or store.internal_kv_get(b"__autoscaler_v2_enabled", b"__autoscaler") == b"1":
         return None
     nodes = store.get_all_node_info().values()
     return [dict(node.resources_total) for node in nodes if node.state == _ALIVE]

@@ -88,16 +88,6 @@ def _padded(records, longest):
     return records[torch.arange(longest) % len(records)]
 
 
-def test_a_larger_proximal_weight_keeps_users_nearer():
-    torch.manual_seed(0)
-    model, own = nn.Linear(6, 3), (torch.randn(9, 6), torch.randint(3, (9,)))
-    lengths = []
-    for weight in (0.0, 0.1, 1.0):
-        training = LocalTraining("fedprox", 5, 0.3, 3, options={"proximal": weight})
-        lengths.append(np.linalg.norm(local_update(model, *own, training, 1)))
-    assert lengths == sorted(lengths, reverse=True) and lengths[0] > 1.2 * lengths[-1]
-
-
 def leaves_one_out(parameters, gradients, start, state, learning_rate):
     parameters = dict(parameters)
     parameters.popitem()

@@ -23,36 +23,20 @@ from client_world import (
     DIMENSION,
     WINDOW,
     PromptClock,
-    Round,
     device_node,
     make_model,
     records,
     wait_for_rounds,
 )
 from run_world import LIMIT, wait_until
-from shuffler_world import ShufflerHere
 from shufl.clients import RoundRefused, SimulatedLedger, serve_device
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.clients.device_process import _Answering, _Reader
 from shufl.clients.worker import AT_WORK, DONE, FAILED
 from shufl.learning import LocalTraining, local_update
 from shufl.protocol.mechanisms import SeededRandomness, allocated
-from shufl.shuffler import ControlClient
 
 FEDAVG = LocalTraining("fedavg", 2, 0.5, 2)
-
-
-@pytest.fixture(scope="module")
-def shuffler():
-    with ShufflerHere() as shuffler:
-        yield shuffler
-
-
-@pytest.fixture
-def make_round(shuffler, request):
-    with ControlClient(shuffler.address, shuffler.control) as control:
-        about = shuffler.address, shuffler.submit, control
-        yield functools.partial(Round, *about, run_id=request.node.name[:200])
 
 
 @pytest.fixture
@@ -74,6 +58,12 @@ def reports_of(round, node):
     prepared = round.begin(node)
     wait_for_rounds()
     return np.array(sorted(map(tuple, round.released()))), prepared
+
+
+def check_reports(found, round, update_of):
+    """That reports are those of these updates, by the noise of seed 3, to within their unit."""
+    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
+    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
 
 
 def expected_of(round, seed, update_of):
@@ -146,8 +136,7 @@ def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path
         features, labels = of_user(user)
         return local_update(model, features[:3], labels[:3], training, seed)
 
-    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
-    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+    check_reports(found, round, update_of)
 
 
 @pytest.mark.slow
@@ -217,8 +206,7 @@ def test_users_whose_records_make_the_model_fail_count_as_zero_alone(
             return np.zeros(DIMENSION, dtype=np.float32)
         return local_update(model, *records(user), LocalTraining(), seed)
 
-    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
-    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+    check_reports(found, round, update_of)
     assert node._worker.states.tolist() == [DONE, FAILED, FAILED, FAILED, DONE, DONE]
     assert node._worker._child.process.pid != first
     (line,) = [each for each in caplog.messages if "count as zero" in each]
@@ -320,8 +308,7 @@ def test_a_newer_round_ends_an_older_ones_work(make_round, running, tmp_path):
     def update_of(user, seed):
         return local_update(model, *records(user), LocalTraining(), seed)
 
-    a_unit = round.plan.mechanism.unit(DIMENSION) * 1.001
-    np.testing.assert_allclose(found, expected_of(round, 3, update_of), rtol=0, atol=a_unit)
+    check_reports(found, round, update_of)
 
 
 class SetClock(Clock):

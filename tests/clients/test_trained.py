@@ -9,13 +9,10 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import shufl
-from client_world import Round, begin_flower_task
-from shuffler_world import ShufflerHere
 from shufl.clients import RoundRefused
 from shufl.learning.parameters import dimension, frozen_digest, load_sent, sent, trained
 from shufl.protocol.validation import ConfigError
 from shufl.server import CheckpointError, load_checkpoint
-from shufl.shuffler import ControlClient
 
 
 class Adapted(nn.Module):
@@ -85,11 +82,8 @@ def load_records():
 
 
 @pytest.fixture
-def round(request):
-    begin_flower_task()
-    about = {"make_model": make_adapted, "load_users": load_records}
-    with ShufflerHere() as here, ControlClient(here.address, here.control) as control:
-        yield Round(here.address, here.submit, control, request.node.name, **about).open()
+def round(make_round):
+    return make_round(make_model=make_adapted, load_users=load_records).open()
 
 
 def test_a_report_is_as_long_as_what_is_trained(round):

@@ -3,7 +3,6 @@
 Their option `folder` is the test's: a worker of a Ray that tests share has another environment.
 """
 
-import hashlib
 import os
 import signal
 import sys
@@ -42,17 +41,6 @@ class reads_ledger(_Linear):
         return rounds
 
 
-class in_float64(_Linear):
-    """Keeps its parameters in a type that the server cannot step."""
-
-    def __init__(self, input_shape, classes):
-        super().__init__(input_shape, classes)
-        self.double()
-
-    def forward(self, records):
-        return super().forward(records.double())
-
-
 class kills_its_worker(reads_ledger):
     """Kills the process it trains in, so many times in all, from a round on."""
 
@@ -89,22 +77,3 @@ class always_hangs(_Linear):
 
     def in_training(self, folder):
         time.sleep(600)
-
-
-class fails_on_some_records(nn.Module):
-    """Logistic regression that raises for records named in the folder `failing`."""
-
-    def __init__(self, input_shape, classes, folder):
-        super().__init__()
-        self.failing = Path(folder, "failing")
-        self.linear = nn.Linear(64, classes)
-
-    def forward(self, records):
-        if self.training and (self.failing / fingerprint(records)).exists():
-            raise RuntimeError("this user's records fail")
-        return self.linear(records.flatten(1))
-
-
-def fingerprint(records):
-    """A name for one user's records."""
-    return hashlib.sha256(records.detach().numpy().tobytes()).hexdigest()

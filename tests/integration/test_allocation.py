@@ -5,24 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from client_world import (
-    USERS,
-    Round,
-    begin_flower_task,
-    reply_content,
-)
-from nights import by_night
+from client_world import USERS, reply_content
 from rounds import make_plan
-from run_world import json_lines, only_folder, shufl
-from shuffler_world import ShufflerHere
+from run_world import json_lines, trained
 from shufl.clients import SimulatedLedger, app
 from shufl.learning.config import load
-from shufl.protocol.console import Console
 from shufl.protocol.mechanisms import allocated, simulated_allocation_key
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
-from shufl.results.run import Run
-from shufl.shuffler import ControlClient
 from shufl.simulator.canary import check_end_to_end
 from shufl.simulator.engines.flower import FlowerEngine
 from shufl.simulator.engines.vectorised import VectorisedEngine
@@ -36,20 +26,12 @@ ALLOCATION = {
 }
 
 
-@pytest.fixture
-def make_round(request):
-    begin_flower_task()
-    with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
-        where = shuffler.address, shuffler.submit, control
-        yield lambda **named: Round(*where, run_id=request.node.name, **named).under(**ALLOCATION)
-    app._nodes.clear()
-
-
 @pytest.mark.slow
 def test_a_node_that_starts_again_in_each_round_has_drawn_before_the_first(make_round, tmp_path):
     """Of 4 users in 4 blocks, with coins in their place, 4 reports a block are no usual thing."""
     path = tmp_path / "device.db"
-    round = make_round(seed=None, ledger=lambda _: SimulatedLedger(path)).open()
+    round = make_round(seed=None, ledger=lambda _: SimulatedLedger(path))
+    round.under(**ALLOCATION).open()
     sizes = []
     for number in range(1, 4 * EVERY + 1):
         app._nodes.clear()
@@ -65,52 +47,21 @@ def test_a_node_that_starts_again_in_each_round_has_drawn_before_the_first(make_
     assert sizes == expected
 
 
-CONFIG = """
-name = "allocation"
-seed = 5
-[privacy]
-participation = "allocation"
-check_in_rate = 0.5
-noise_multiplier = 1.0
-accountant = "local"
-target_epsilon = 1e6
-delta = 1e-3
-rounds = 4
-minimum_batch = 1
-[data]
-dataset = "digits"
-users = 300
-[model]
-name = "logistic-regression"
-[training]
-learning_rate = 1.0
-[simulation]
-nodes = 3
-round_timeout = 600.0
-"""
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "allocation.toml"
-    path.write_text(CONFIG)
-    return path
+SETTINGS = (
+    "seed=5", "privacy.participation=allocation", "privacy.check_in_rate=0.5",
+    "privacy.shuffler_blankets=0", "privacy.accountant=local", "privacy.target_epsilon=1e6",
+    "privacy.delta=1e-3", "privacy.rounds=4", "privacy.minimum_batch=1", "data.users=300",
+    "simulation.nodes=3",
+)  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["vectorised", *by_night("flower")])
-def test_every_user_reports_once_in_each_block(request, config, tmp_path, engine):
-    if engine == "vectorised":
-        chosen = load(str(config), ["simulation.engine=vectorised"])
-        Run.new(chosen, tmp_path / "runs", Console(quiet=True)).train()
-    else:
-        request.getfixturevalue("shared_ray")
-        result = shufl("run", config, "--runs", tmp_path / "runs")
-        assert result.returncode == 0, result.stderr
+def test_every_user_reports_once_in_each_block(tmp_path):
+    chosen = load("quickstart", [*SETTINGS, "simulation.engine=vectorised"])
+    folder = trained(chosen, tmp_path / "runs")
     key, users = simulated_allocation_key(5), np.arange(300)
     expected = [allocated(key, round, users, 2).sum() for round in range(1, 5)]
     assert np.reshape(expected, (2, 2)).sum(1).tolist() == [300, 300]
-    folder = only_folder(tmp_path / "runs")
     rows = json_lines(folder / "metrics.jsonl")
     assert [row["reports"] for row in rows] == expected
     epsilons = [row["epsilon"] for row in rows]
@@ -124,8 +75,8 @@ def test_every_user_reports_once_in_each_block(request, config, tmp_path, engine
 
 
 @pytest.mark.parametrize("engine", ["flower", "vectorised"])
-def test_a_simulation_needs_a_seed_that_a_resumed_run_has_again(config, engine):
-    chosen = load(str(config), ["seed=system", f"simulation.engine={engine}"])
+def test_a_simulation_needs_a_seed_that_a_resumed_run_has_again(engine):
+    chosen = load("quickstart", [*SETTINGS, "seed=system", f"simulation.engine={engine}"])
     with pytest.raises(ConfigError, match="seed must be a number with privacy"):
         {"flower": FlowerEngine, "vectorised": VectorisedEngine}[engine](prepare(chosen))
 

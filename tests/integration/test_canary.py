@@ -3,17 +3,13 @@
 Seeds are fixed, so the client's noise is too; only the release order and the sealing are random.
 """
 
-import textwrap
-
 import numpy as np
 import pytest
 from scipy import stats
 
 from canary_world import delta_shown, node_with_halved_noise
 from rounds import make_plan
-from run_world import LIMIT, python_path
 from shufl.accounting import make_accountant, mean_update_error
-from shufl.shuffler import ShufflerProcess
 from shufl.simulator.canary import canary_rounds, likelihood_score, projections, run_canary
 
 EPSILON = 0.05  # small, so that a few hundred rounds can say something
@@ -50,30 +46,17 @@ def first_shown(plan, worlds):
     return delta_shown(worlds, log_ratio, EPSILON)
 
 
-@pytest.fixture
-def shuffler(memory_path):
-    with ShufflerProcess(memory_path / "directory", start_timeout=LIMIT) as process:
-        yield process
-
-
-@pytest.fixture
-def shuffler_that_keeps_order(memory_path, tmp_path, monkeypatch):
-    """The real process, but the slots that reports are put into count up."""
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent("""
-            import secrets
-            from shufl.shuffler.store.batch import Batch
-            honest = Batch.__init__
-            def lying(self, *arguments, **named):
-                honest(self, *arguments, **named)
-                self._free = self._free[::-1].copy()
-            Batch.__init__ = lying
-            secrets.randbelow = lambda limit: limit - 1  # the last of those that are free
-        """)
-    )
-    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    with ShufflerProcess(memory_path / "directory", start_timeout=LIMIT) as process:
-        yield process
+KEEPS_ORDER = """
+import secrets
+from shufl.shuffler.store.batch import Batch
+honest = Batch.__init__
+def lying(self, *arguments, **named):
+    honest(self, *arguments, **named)
+    self._free = self._free[::-1].copy()
+Batch.__init__ = lying
+secrets.randbelow = lambda limit: limit - 1  # the last of those that are free
+"""
+"""The slots that reports are put into count up."""
 
 
 @pytest.mark.slow
@@ -101,8 +84,8 @@ def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
 
 
 @pytest.mark.slow
-def test_a_shuffler_that_keeps_the_order_is_caught(shuffler_that_keeps_order):
-    worlds = run_canary(ORDERED, "minus", shuffler_that_keeps_order, seed=3)
+def test_a_shuffler_that_keeps_the_order_is_caught(start_shuffler):
+    worlds = run_canary(ORDERED, "minus", start_shuffler(KEEPS_ORDER), seed=3)
     assert first_shown(ORDERED, worlds) > claimed(ORDERED, "pld")
     assert likelihood_shown(ORDERED, worlds) <= claimed(ORDERED, "pld")
 

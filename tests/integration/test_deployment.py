@@ -15,7 +15,7 @@ from deployment_world import NAME, SUMS, World, deployment_of, window_here
 from run_world import LIMIT, children, json_lines, shufl_command, wait_until
 from shufl.accounting import Ledger
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.site_files import OUTCOME_FILE, STOP_FILE
+from shufl.deploy.server_site import OUTCOME_FILE, STOP_FILE
 from shufl.shuffler import Credentials
 from warm import Warm
 

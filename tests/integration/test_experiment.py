@@ -26,11 +26,11 @@ from run_world import (
     shufl,
     shufl_command,
     tiny_config,
+    trained,
     wait_until,
 )
 from shufl.cli.__main__ import app
 from shufl.learning.config import load
-from shufl.protocol.console import Console
 from shufl.protocol.validation import ConfigError
 from shufl.results.run import Run
 from shufl.simulator.grid.definition import load_grid
@@ -120,12 +120,10 @@ def test_a_grid_killed_amid_its_points_goes_on_with_those_that_are_left(tmp_path
 
 def check_the_model_of_one_point(folder, tmp_path, rounds):
     """It is that of a run alone; returns its folder."""
-    runs = tmp_path / "alone"
     sets = ["simulation.engine=vectorised", f"privacy.rounds={rounds}"]
     sets += ["privacy.target_epsilon=1e6", "privacy.noise_multiplier=2.0", "seed=4"]
-    Run.new(load(str(tmp_path / "tiny.toml"), sets), runs, Console(quiet=True)).train()
+    other = trained(load(str(tmp_path / "tiny.toml"), sets), tmp_path / "alone")
     (same,) = folder.glob("fast_2_4_*/*/model.pt")
-    (other,) = runs.iterdir()
     assert rounds_of(same.parent) == rounds_of(other)
     assert same_model(same.parent, other)
     return other

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from run_world import only_folder, shufl
+from run_world import only_folder, set_options, shufl
 from shufl.cli.__main__ import app
 from shufl.learning.data.datasets import load_dataset
 
@@ -17,8 +17,7 @@ from shufl.learning.data.datasets import load_dataset
 def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     """Of 479 users with three records each, by two shufflers."""
     runs = tmp_path / "runs"
-    settings = ("data.users=479", "simulation.nodes=4", "shuffler.number=2")
-    chosen = [part for each in settings for part in ("--set", each)]
+    chosen = set_options("data.users=479", "simulation.nodes=4", "shuffler.number=2")
     done = shufl("run", "histogram", *chosen, "--runs", runs)
     assert done.returncode == 0, done.stderr
     folder = only_folder(runs)

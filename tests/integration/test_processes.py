@@ -4,6 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
 
@@ -45,6 +46,11 @@ def loaded(tmp_path_factory):
     base = tmp_path_factory.mktemp("rooms")
     about = {"privacy": {"minimum_batch": 1}, "window": window_here()}
     deployment = deployment_of(base, nodes=1, rounds=2, **about)
+    (own := base / "own").mkdir()
+    for user in range(3):
+        np.savez(own / f"{user}.npz", features=np.zeros((2, 1, 8, 8)), labels=[0, 9])
+    node = deployment.nodes[0].model_copy(update={"data": str(own)})
+    deployment = deployment.model_copy(update={"nodes": (node,)})
     file = base / "deployment.toml"
     file.write_text(tomli_w.dumps(deployment.model_dump(mode="json", exclude_none=True)))
     (base / "sitecustomize.py").write_text(NOTE)
@@ -78,7 +84,7 @@ def test_a_node_loads_no_server_no_simulator_and_its_plan_s_accountant_alone(loa
     assert {name.rpartition(".")[2] for name in accountants} <= of_blanket
     assert not {name for name in modules if name.startswith("shufl.shuffler.s")}  # service, store
     lines = sum(len(path_of(name).read_text(encoding="utf-8").splitlines()) for name in modules)
-    assert len(modules) <= 91 and lines <= 14_400  # with its command, and simulated records
+    assert len(modules) <= 83 and lines <= 12_650  # with its command, and records from files
 
 
 @pytest.mark.slow

@@ -13,8 +13,10 @@ from run_world import (
     json_lines,
     only_folder,
     same_model,
+    set_options,
     shufl,
     tiny_config,
+    trained,
 )
 from shufl.accounting import Ledger, LedgerError
 from shufl.cli.__main__ import app
@@ -40,11 +42,8 @@ SETTINGS = [
 
 def in_process(tmp_path, *overrides):
     """A whole run in this process; its folder."""
-    runs = tmp_path / "whole"
-    runs.mkdir()
     config = load(str(tiny_config(tmp_path, 3)), [*SETTINGS, *overrides])
-    Run.new(config, runs, Console(quiet=True)).train()
-    return only_folder(runs)
+    return trained(config, tmp_path / "whole")
 
 
 def rows(folder):
@@ -54,7 +53,7 @@ def rows(folder):
 def killed(tmp_path, *overrides):
     """The folder of a run in a process of its own, killed with SIGKILL in round 21."""
     runs, once = tmp_path / "runs", f"model.options={{folder='{tmp_path}', times=1, first=21}}"
-    sets = [part for setting in [*SETTINGS, once, *overrides] for part in ("--set", setting)]
+    sets = set_options(*SETTINGS, once, *overrides)
     config = tiny_config(tmp_path, 3)
     result = shufl("run", config, "--runs", runs, *sets, cwd=Path(__file__).parent)
     assert result.returncode == -signal.SIGKILL, result.stderr
@@ -109,10 +108,9 @@ def test_a_finished_run_resumed_stays_as_it_is(five, tmp_path):
 
 @pytest.mark.slow
 def test_a_disk_too_full_for_a_checkpoint_ends_the_run_in_one_line(tmp_path):
-    sets = ["simulation.engine=vectorised", "privacy.rounds=4", "model.options={hidden=1500}"]
-    given = [part for setting in sets for part in ("--set", setting)]
+    sets = "simulation.engine=vectorised", "privacy.rounds=4", "model.options={hidden=1500}"
     with tiny_disk_at(tmp_path / "runs") as runs:
-        result = shufl("run", tiny_config(tmp_path, 4), "--runs", runs, *given)
+        result = shufl("run", tiny_config(tmp_path, 4), "--runs", runs, *set_options(*sets))
         shutil.copytree(only_folder(runs), folder := tmp_path / "with_room")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
@@ -128,111 +126,111 @@ def five(tmp_path_factory):
     return in_process(tmp_path_factory.mktemp("five"), "privacy.rounds=5")
 
 
-def other_plan(folder, tmp_path):
-    change(folder, "check_in_rate = 0.5", "check_in_rate = 0.25")
+def replaced(name, old, new):
+    def spoil(folder):
+        content = (folder / name).read_bytes()
+        assert old in content
+        (folder / name).write_bytes(content.replace(old, new))
+
+    return spoil
 
 
-def other_seed(folder, tmp_path):
-    change(folder, "seed = 5", "seed = 6")
+def missing(name):
+    return lambda folder: (folder / name).unlink()
 
 
-def change(folder, old, new):
-    text = (folder / "config.toml").read_text()
-    assert old in text
-    (folder / "config.toml").write_text(text.replace(old, new))
+def cut(name, length):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:length])
 
 
-def no_configuration(folder, tmp_path):
-    (folder / "config.toml").unlink()
+def longer(name, line):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + line)
 
 
-def no_ledger(folder, tmp_path):
-    (folder / "ledger.jsonl").unlink()
-
-
-def damaged_ledger(folder, tmp_path):
-    ledger = folder / "ledger.jsonl"
-    ledger.write_bytes(ledger.read_bytes().replace(b'"round":2', b'"round":3'))
-
-
-def shorter_ledger(folder, tmp_path):
+def shorter_ledger(folder):
     ledger = folder / "ledger.jsonl"
     ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:3]))
 
 
-def no_checkpoint(folder, tmp_path):
-    (folder / "checkpoint.pt").unlink()
-
-
-def damaged_checkpoint(folder, tmp_path):
-    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
-
-
-def damaged_metrics(folder, tmp_path):
-    with (folder / "metrics.jsonl").open("ab") as metrics:
-        metrics.write(b"\0\0\n")  # as after a power cut
-
-
-def foreign_metrics(folder, tmp_path):
-    with (folder / "metrics.jsonl").open("ab") as metrics:
-        metrics.write(b'{"round": 5}\n')
-
-
-def models_file(folder, tmp_path):
+def models_file(folder):
     shutil.copy(folder / "model.pt", folder / "checkpoint.pt")
 
 
-def other_runs_checkpoint(folder, tmp_path):
-    (tmp_path / "other").mkdir()
-    other = in_process(tmp_path / "other", "privacy.rounds=5")
+def other_runs_checkpoint(folder):
+    (folder.parent / "other").mkdir()
+    other = in_process(folder.parent / "other", "privacy.rounds=5")
     shutil.copy(other / "checkpoint.pt", folder / "checkpoint.pt")
 
 
-def other_torch(folder, tmp_path):
+def other_torch(folder):
     checkpoint = load_checkpoint(folder / "checkpoint.pt")
     checkpoint.origin["torch"] = "1.0"
     checkpoint.save(folder / "checkpoint.pt")
 
 
-def other_layers(folder, tmp_path):
+def other_layers(folder):
     checkpoint = load_checkpoint(folder / "checkpoint.pt")
     checkpoint.model.popitem()
     checkpoint.save(folder / "checkpoint.pt")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "error", "message"),
-    [
-        (other_plan, LedgerError, "ledger .* belongs to plan .*, not"),
-        (other_seed, CheckpointError, "made with config.toml .*, it cannot go on with"),
-        (no_configuration, ConfigError, "a run folder has a config.toml, .* has none"),
-        (no_ledger, LedgerError, "tells of round 5: it lacks rounds"),
-        (damaged_ledger, LedgerError, "ledger .* is damaged at line 3"),
-        (shorter_ledger, LedgerError, r"ends at round 2, but metrics.jsonl tells of round 5"),
-        (no_checkpoint, CheckpointError, "checkpoint .* is missing"),
-        (
-            damaged_checkpoint,
-            CheckpointError,
-            "checkpoint .* is damaged: its digest does not match",
-        ),
-        (damaged_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
-        (foreign_metrics, MetricsError, "metrics.jsonl is damaged at line 6"),
-        (models_file, CheckpointError, "checkpoint .* cannot be read"),
-        (other_runs_checkpoint, CheckpointError, "is of run .*, the ledger of run"),
-        (other_torch, CheckpointError, "made with torch 1.0, it cannot go on with"),
-        (other_layers, CheckpointError, "does not fit model .*: its code has changed"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+CONFIG, LEDGER, METRICS, CHECKPOINT = (
+    "config.toml", "ledger.jsonl", "metrics.jsonl", "checkpoint.pt",
+)  # fmt: skip
+SPOILT = {
+    "other plan": (
+        replaced(CONFIG, b"check_in_rate = 0.5", b"check_in_rate = 0.25"),
+        LedgerError, "ledger .* belongs to plan .*, not",
+    ),
+    "other seed": (
+        replaced(CONFIG, b"seed = 5", b"seed = 6"),
+        CheckpointError, "made with config.toml .*, it cannot go on with",
+    ),
+    "no configuration": (
+        missing(CONFIG), ConfigError, "a run folder has a config.toml, .* has none"
+    ),
+    "no ledger": (missing(LEDGER), LedgerError, "tells of round 5: it lacks rounds"),
+    "damaged ledger": (
+        replaced(LEDGER, b'"round":2', b'"round":3'), LedgerError, "ledger .* is damaged at line 3"
+    ),
+    "shorter ledger": (
+        shorter_ledger, LedgerError, r"ends at round 2, but metrics.jsonl tells of round 5"
+    ),
+    "no checkpoint": (missing(CHECKPOINT), CheckpointError, "checkpoint .* is missing"),
+    "damaged checkpoint": (
+        cut(CHECKPOINT, 1000), CheckpointError, "is damaged: its digest does not match"
+    ),
+    "damaged metrics": (  # as after a power cut
+        longer(METRICS, b"\0\0\n"), MetricsError, "metrics.jsonl is damaged at line 6"
+    ),
+    "foreign metrics": (
+        longer(METRICS, b'{"round": 5}\n'), MetricsError, "metrics.jsonl is damaged at line 6"
+    ),
+    "model's file": (models_file, CheckpointError, "checkpoint .* cannot be read"),
+    "other run's checkpoint": (
+        other_runs_checkpoint, CheckpointError, "is of run .*, the ledger of run"
+    ),
+    "other torch": (other_torch, CheckpointError, "made with torch 1.0, it cannot go on with"),
+    "other layers": (
+        other_layers, CheckpointError, "does not fit model .*: its code has changed"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "error", "message"), SPOILT.values(), ids=SPOILT)
 @pytest.mark.slow
 def test_what_is_not_this_run_is_refused_and_left_alone(five, tmp_path, spoil, error, message):
     folder = shutil.copytree(five, tmp_path / "five")
-    spoil(folder, tmp_path)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    spoil(folder)
+    before = contents(folder)
     with pytest.raises(error, match=message) as raised:
         Run.of(folder, Console(quiet=True)).train()
     assert "\n" not in str(raised.value)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
 
 
 SHUFFLERS_LINE = '{"time": "t", "event": "round opened", "run": "0", "round": 5}\n'
@@ -253,13 +251,13 @@ def test_a_ledger_that_was_cut_is_refused_whatever_else_is_left(five, tmp_path, 
     ledger = folder / "ledger.jsonl"
     ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[: 1 + cut_to]))
     message = f"ends at round {cut_to}, but {witness} tells of round 5: it lacks rounds"
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents(folder)
     for command in (["run", "--resume"], ["account"], ["report"], ["status"]):
         result = CliRunner().invoke(app, [*command, str(folder)])
         assert result.exit_code != 0 and result.stdout == ""
         (line,) = result.stderr.splitlines()
         assert line.startswith("error: ") and message in line
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
     ledger.unlink()  # a page may be made before the first round, and a deployed run begin
     assert "tells of round 5" in CliRunner().invoke(app, ["report", str(folder)]).stderr
     with pytest.raises(LedgerError, match="tells of round 5"):

@@ -25,6 +25,7 @@ from run_world import (
     only_folder,
     running,
     same_model,
+    set_options,
     shufl,
     shufl_command,
     tiny_config,
@@ -153,7 +154,7 @@ def killed(request, tmp_path_factory, shared_ray):
     )
     killed = LongRun(
         folder,
-        *(part for each in overrides for part in ("--set", each)),
+        *set_options(*overrides),
         *WITH_BLANKETS,
         ray=request.param,
         cwd=HERE,

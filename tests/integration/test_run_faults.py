@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from odd_models import fingerprint
 from typer.testing import CliRunner
 
 from run_world import (
@@ -23,6 +22,7 @@ from run_world import (
     only_folder,
     ray_of_its_own,
     running,
+    set_options,
     shufl,
     shufl_command,
     tiny_config,
@@ -43,13 +43,13 @@ ALONE = [
 """An accountant under which nobody counts on others, so that a round could do without them."""
 
 
-def with_model(tmp_path, name, *settings, options=""):
+def with_model(tmp_path, name, *more, options=""):
     """`shufl run` of a model that has side effects."""
     options = f"model.options={{folder='{tmp_path}'{options}}}"
-    chosen = [f"model.name=odd_models:{name}", options, *settings]
+    chosen = [f"model.name=odd_models:{name}", options, *more]
     return shufl(
         "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs",
-        *(part for setting in chosen for part in ("--set", setting)), cwd=Path(__file__).parent,
+        *set_options(*chosen), cwd=Path(__file__).parent,
     )  # fmt: skip
 
 
@@ -115,26 +115,6 @@ def test_a_run_whose_worker_was_killed_goes_on(worker_killed):
 
 @pytest.mark.slow
 @on_shared_ray
-@pytest.mark.nightly  # without Flower: tests/clients
-def test_a_model_that_fails_for_one_users_records_ends_the_run_in_one_line(tmp_path):
-    (tmp_path / "failing").mkdir()
-    features, _ = prepare(load(str(tiny_config(tmp_path, 4)))).load_users()(4)
-    (tmp_path / "failing" / fingerprint(features)).touch()
-    everybody = "privacy.check_in_rate=1.0"
-    result = with_model(tmp_path, "fails_on_some_records", *ALONE, everybody)
-    folder = only_folder(tmp_path / "runs")
-    assert result.returncode == 1
-    assert result.stderr == (
-        "error: round 1, node 1: user 4: computing the report failed: RuntimeError: this user's "
-        f"records fail; shufl run --resume {folder} goes on\n"
-    )
-    assert "ended early: 1 rounds spent" in result.stdout
-    assert (folder / "metrics.jsonl").read_text() == ""  # nothing was released
-    assert not (folder / "summary.json").exists()
-
-
-@pytest.mark.slow
-@on_shared_ray
 @pytest.mark.nightly  # without Flower: tests/server
 def test_a_node_slower_than_the_round_ends_the_run_in_one_line(tmp_path):
     result = with_model(tmp_path, "always_hangs", *ALONE, "simulation.round_timeout=1.0")
@@ -186,6 +166,12 @@ def test_an_interrupt_ends_the_run_in_order(interrupted):
     assert "interrupted" in out
     assert (run.folder / "model.pt").exists()
     assert math.isfinite(json_lines(run.folder / "metrics.jsonl")[-1]["epsilon"])
+    summary = json.loads((run.folder / "summary.json").read_text())
+    plan = Ledger.read(run.folder / "ledger.jsonl").plan
+    assert summary["stopped_by"] == "interrupt"
+    assert plan.rounds > summary["rounds"] and "ε as planned" in out
+    for row in price(plan.event(), rounds_within_budget(plan), plan.adjacency, plan.delta):
+        assert summary["epsilon"][row.name].get("planned") == row.epsilon
     wait_until(lambda: not any(map(running, run.spawned)), 30, "children to end")
 
 
@@ -202,30 +188,10 @@ def test_rounds_below_the_minimum_batch_are_spent_and_training_goes_on(interrupt
     assert all(torch.equal(start[name], final[name]) for name in start)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly  # by day: on Flower, and from Python in test_api.py
-def test_an_interrupt_ends_a_vectorised_run_in_order(long_vectorised_run):
-    run = long_vectorised_run
-    run.wait_for_rounds(2)
-    run.process.send_signal(signal.SIGINT)
-    code, out, err = run.finish()
-    assert (code, err.strip()) == (130, "")
-    assert "interrupted" in out
-    summary = json.loads((run.folder / "summary.json").read_text())
-    assert summary["stopped_by"] == "interrupt" and (run.folder / "model.pt").exists()
-    plan = Ledger.read(run.folder / "ledger.jsonl").plan
-    assert plan.rounds > summary["rounds"] and "ε as planned" in out
-    for row in price(plan.event(), rounds_within_budget(plan), plan.adjacency, plan.delta):
-        assert summary["epsilon"][row.name].get("planned") == row.epsilon
-    rounds = [row["round"] for row in json_lines(run.folder / "metrics.jsonl")]
-    assert rounds == [entry.round for entry in Ledger.read(run.folder / "ledger.jsonl").entries]
-    assert rounds == list(range(1, summary["rounds"] + 1))
-
-
 def mistaken(folder, *overrides):
     """The arguments of a run."""
-    settings = [part for override in overrides for part in ("--set", override)]
-    return ["run", str(tiny_config(folder, 2)), "--runs", str(folder / "runs"), *settings]
+    runs = str(folder / "runs")
+    return ["run", str(tiny_config(folder, 2)), "--runs", runs, *set_options(*overrides)]
 
 
 @pytest.mark.slow

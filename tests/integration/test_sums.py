@@ -1,7 +1,6 @@
 """Sums: on real shufflers and nodes, in both engines, end to end, and what each party can see."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -9,11 +8,10 @@ import torch
 from scipy import stats
 
 from canary_world import node_with_halved_noise
-from client_world import DIMENSION, USERS, Round, begin_flower_task, device_node, wait_for_rounds
+from client_world import DIMENSION, USERS, device_node, wait_for_rounds
 from nights import by_night
 from rounds import make_plan
-from run_world import LIMIT, json_lines, model_of, only_folder, shufl
-from shuffler_world import ShufflerHere
+from run_world import LIMIT, json_lines, model_of, only_folder, set_options, shufl, trained
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.clients import DeviceLedger, DeviceLimits, Node, ReportFailed
 from shufl.clients import app as client_app
@@ -22,13 +20,11 @@ from shufl.clients.device import RoundRefused
 from shufl.learning import LocalTraining, local_update
 from shufl.learning.config import load
 from shufl.learning.parameters import sent
-from shufl.protocol.console import Console
 from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.protocol.mechanisms.summed import mask, signed, unit_of_sums, whole_noise, whole_update
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
-from shufl.results.run import Run
-from shufl.shuffler import ControlClient, IntakeClient, ReportOpener, ShufflerProcess, Verdict
+from shufl.shuffler import IntakeClient, ReportOpener, ShufflerProcess, Verdict
 from shufl.shuffler.wire.seeds import read_seed
 from shufl.simulator.canary import canary_rounds, check_end_to_end, likelihood_score, run_canary
 from shufl.simulator.engines.flower import FlowerEngine
@@ -42,36 +38,25 @@ SUM = {
 }
 
 
-class SumRound(Round):
-    """A round of sums on a real shuffler."""
-
-    def __init__(self, *about, **named):
-        super().__init__(*about, **named)
-        self.under(**SUM)
-
-    def total(self, authority=None):
-        """The server's view: the unmasked sum, and how many nodes it is of.
-
-        Each must have signed its seed by a certificate of the `authority`, if there is one.
-        """
-        about = self.header.run_id, self.header.round
-        self.senders = self.control.close_round(*about).senders
-        vector, *seeds = self.control.release(*about)
-        opener, total = ReportOpener(self.private_key), np.frombuffer(vector, dtype="<u4").copy()
-        for sealed in seeds:
-            seed = read_seed(opener.open(sealed, self.header), self.header, authority)
-            assert seed.node == (self.settings.shufflers[0][1].name if authority else "")
-            total -= mask(seed.seed, self.dimension)
-        return signed(total), len(seeds)
-
-
 @pytest.fixture
-def make_round(request):
-    begin_flower_task()
-    with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
-        where = shuffler.address, shuffler.submit, control
-        yield functools.partial(SumRound, *where, run_id=request.node.name[:200])
-    client_app._nodes.clear()
+def summed_round(make_round):
+    return lambda **named: make_round(**named).under(**SUM)
+
+
+def total_of(round, authority=None):
+    """The server's view: the unmasked sum, of how many users, and how many nodes it is of.
+
+    Each must have signed its seed by a certificate of the `authority`, if there is one.
+    """
+    run_id, number = round.header.run_id, round.header.round
+    senders = round.control.close_round(run_id, number).senders
+    vector, *seeds = round.control.release(run_id, number)
+    opener, total = ReportOpener(round.private_key), np.frombuffer(vector, dtype="<u4").copy()
+    for sealed in seeds:
+        seed = read_seed(opener.open(sealed, round.header), round.header, authority)
+        assert seed.node == (round.settings.shufflers[0][1].name if authority else "")
+        total -= mask(seed.seed, round.dimension)
+    return signed(total), senders, len(seeds)
 
 
 def update_of(round, user, seed=0):
@@ -90,41 +75,34 @@ def expected_of(round, randomness, nodes):
     return whole
 
 
-def test_simulated_nodes_add_up_to_the_bit(make_round):
+@pytest.mark.parametrize("central_noise", [0.0, 0.5])
+def test_simulated_nodes_add_up_to_the_bit(summed_round, central_noise):
     """Three nodes of four users each; a node that is asked twice is in it once."""
-    round = make_round(rate=0.5).open()
+    round = summed_round(rate=0.5).under(central_noise=central_noise).open()
     for node in range(3):
         assert not round.announce(node).has_error()
     with pytest.raises(ReportFailed, match="DUPLICATE"):
         round.announce(1)
-    total, nodes = round.total()
-    assert (round.senders, nodes) == (USERS, 3)
+    total, senders, nodes = total_of(round)
+    assert (senders, nodes) == (USERS, 3)
     of_nodes = [np.arange(node, USERS, 3) for node in range(3)]
-    # The process's shuffler has the entropy of this system, and noise of half a clip norm.
-    away = total - expected_of(round, SeededRandomness(3), of_nodes)
-    assert 0 < np.abs(away).max() < 8 * 0.5 / unit_of_sums(1.0, DIMENSION)
+    # The shuffler draws its own noise from the entropy of this system.
+    away = np.abs(total - expected_of(round, SeededRandomness(3), of_nodes)).max()
+    assert (away > 0) is (central_noise > 0)
+    assert away <= 8 * central_noise / unit_of_sums(1.0, DIMENSION)
 
 
-def test_without_a_shufflers_noise_the_sum_is_exact(make_round):
-    round = make_round(rate=0.5).under(central_noise=0.0).open()
-    for node in range(3):
-        round.announce(node)
-    total, _ = round.total()
-    of_nodes = [np.arange(node, USERS, 3) for node in range(3)]
-    assert (total == expected_of(round, SeededRandomness(3), of_nodes)).all()
-
-
-def test_a_deployed_node_sends_one_message_of_all_its_users(make_round, tmp_path):
+def test_a_deployed_node_sends_one_message_of_all_its_users(summed_round, tmp_path):
     """Also of those who did not check in, whose updates are computed and left out."""
-    round = make_round(rate=0.5).under(central_noise=0.0).deployed(tmp_path / "device.db").open()
+    round = summed_round(rate=0.5).under(central_noise=0.0).deployed(tmp_path / "device.db").open()
     node = device_node(round, randomness=SeededRandomness(5))
     try:
         round.begin(node)
         wait_for_rounds()
     finally:
         node.close()
-    total, nodes = round.total(round.settings.shufflers[0][1].authority)
-    assert (round.senders, nodes) == (USERS, 1)
+    total, senders, nodes = total_of(round, round.settings.shufflers[0][1].authority)
+    assert (senders, nodes) == (USERS, 1)
     away = total - expected_of(round, SeededRandomness(5), [np.arange(USERS)])
     assert np.abs(away).max() <= 1 * USERS  # a child process may add up in another order
 
@@ -139,8 +117,8 @@ def test_a_deployed_node_sends_one_message_of_all_its_users(make_round, tmp_path
         ({"users": 10**12, "least_present": 10**12}, "at most 31 bits"),
     ],
 )
-def test_a_device_refuses_what_its_whole_numbers_cannot_carry(make_round, tmp_path, changed, why):
-    round = make_round(rate=0.5).deployed(tmp_path / "device.db")
+def test_a_device_refuses_what_its_whole_numbers_cannot_carry(summed_round, tmp_path, changed, why):
+    round = summed_round(rate=0.5).deployed(tmp_path / "device.db")
     if "noise_multiplier" in changed:
         mechanism = round.plan.mechanism.model_copy(
             update={"noise_multiplier": changed.pop("noise_multiplier")}
@@ -153,11 +131,11 @@ def test_a_device_refuses_what_its_whole_numbers_cannot_carry(make_round, tmp_pa
 
 @pytest.mark.parametrize("owners", ["blanket", "theorem3", "crowd"])
 def test_an_owner_whose_accountant_has_no_price_for_sums_takes_no_part(
-    make_round, tmp_path, owners
+    summed_round, tmp_path, owners
 ):
     limits = DeviceLimits(most_epsilon=1e9, delta=1e-5, accountant=owners)
     ledger = DeviceLedger(tmp_path / "device.db", limits)
-    round = make_round(rate=0.5)
+    round = summed_round(rate=0.5)
     with pytest.raises(RoundRefused, match="accountant of sums must be 'sum-distributed' or"):
         ledger.check("run", round.plan, 5)
     central = round.plan.replace(accountant="sum-central")
@@ -169,56 +147,29 @@ def test_an_owner_whose_accountant_has_no_price_for_sums_takes_no_part(
         DeviceLedger(tmp_path / f"{known}.db", limits).check("run", round.plan, 5)
 
 
-CONFIG = """
-name = "sums"
-seed = 5
-[privacy]
-mixing = "sum"
-cover = true
-check_in_rate = 0.5
-noise_multiplier = 0.2
-central_noise = 2.0
-accountant = "sum-distributed"
-target_epsilon = 1e6
-delta = 1e-3
-rounds = 2
-minimum_batch = 1
-[data]
-dataset = "digits"
-users = 300
-[model]
-name = "logistic-regression"
-[training]
-learning_rate = 1.0
-[shuffler]
-number = 2
-[simulation]
-nodes = 4
-round_timeout = 600.0
-"""
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "sums.toml"
-    path.write_text(CONFIG)
-    return path
+SETTINGS = (
+    "seed=5", "privacy.mixing=sum", "privacy.cover=true", "privacy.check_in_rate=0.5",
+    "privacy.noise_multiplier=0.2", "privacy.central_noise=2", "privacy.shuffler_blankets=0",
+    "privacy.accountant=sum-distributed", "privacy.target_epsilon=1e6", "privacy.delta=1e-3",
+    "privacy.rounds=2", "privacy.minimum_batch=1", "data.users=300", "simulation.nodes=4",
+    "shuffler.number=2",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
-def test_a_run_on_flower_ends_with_the_model_that_whole_numbers_say(config, tmp_path):
+def test_a_run_on_flower_ends_with_the_model_that_whole_numbers_say(tmp_path):
     """Every coin, update and noise made again here: of nodes, of two shufflers, and the server."""
-    result = shufl("run", config, "--runs", tmp_path / "flower")
+    result = shufl("run", "quickstart", *set_options(*SETTINGS), "--runs", tmp_path / "flower")
     assert result.returncode == 0, result.stderr
-    assert prepare(load(str(config))).config.shuffler.sealing == "mlkem768-x25519"
-    said = load(str(config), ["shuffler.sealing=x25519"])
-    assert prepare(said).config.shuffler.sealing == "x25519"
+    experiment = prepare(load("quickstart", SETTINGS))
+    assert experiment.config.shuffler.sealing == "mlkem768-x25519"
+    said = prepare(load("quickstart", [*SETTINGS, "shuffler.sealing=x25519"]))
+    assert said.config.shuffler.sealing == "x25519"
     assert "no report can be looked at, and one cheating node can spoil a round" in result.stdout
     folder = only_folder(tmp_path / "flower")
     rows = json_lines(folder / "metrics.jsonl")
     assert [(row["outcome"], row["users_present"]) for row in rows] == [("released", 300)] * 2
-    experiment = prepare(load(str(config)))
     model, users_of = experiment.make_model(), experiment.load_users()
     d, optimiser = experiment.parameters, experiment.optimiser
     stepper, randomness = optimiser.build(model), SeededRandomness(5)
@@ -249,13 +200,13 @@ def test_a_run_on_flower_ends_with_the_model_that_whole_numbers_say(config, tmp_
 
 
 @pytest.mark.slow
-def test_the_vectorised_engine_adds_noise_of_that_size(config, tmp_path):
+def test_the_vectorised_engine_adds_noise_of_that_size(tmp_path):
     """Without updates to speak of: a clip norm far below the noise."""
-    chosen = ["simulation.engine=vectorised", "simulation.noise=aggregate", "privacy.rounds=1"]
-    vectorised = load(str(config), [*chosen, "privacy.clip_norm=1e-6"])
-    Run.new(vectorised, tmp_path / "runs", Console(quiet=True)).train()
+    chosen = "simulation.engine=vectorised", "simulation.noise=aggregate", "privacy.rounds=1"
+    vectorised = load("quickstart", [*SETTINGS, *chosen, "privacy.clip_norm=1e-6"])
     experiment = prepare(vectorised)
-    before, after = sent(experiment.make_model()), model_of(only_folder(tmp_path / "runs"))
+    before = sent(experiment.make_model())
+    after = model_of(trained(vectorised, tmp_path / "runs"))
     moved = torch.cat([(before[name] - after[name]).ravel() for name in before]).numpy()
     noise = experiment.plan.noise_of_sum(300, 2) / (0.5 * 300)
     assert moved.std() / 1e-6 == pytest.approx(noise, rel=0.15)
@@ -278,9 +229,9 @@ def test_the_vectorised_engine_adds_noise_of_that_size(config, tmp_path):
         (["privacy.noise_multiplier=0.001"], r"noise_multiplier must be 0 or at least 0\.00725"),
     ],
 )
-def test_what_does_not_go_with_sums_is_refused_in_one_line(config, changes, why):
+def test_what_does_not_go_with_sums_is_refused_in_one_line(changes, why):
     with pytest.raises(ConfigError, match=why) as refused:
-        FlowerEngine(prepare(load(str(config), changes)))
+        FlowerEngine(prepare(load("quickstart", [*SETTINGS, *changes])))
     assert "\n" not in str(refused.value)
 
 
@@ -343,7 +294,7 @@ def test_noise_of_those_who_checked_in_alone_shows_in_the_variance(monkeypatch):
 
 @pytest.mark.slow
 def test_a_seed_that_is_used_again_shows_the_shuffler_the_difference_of_two_messages(
-    make_round, monkeypatch
+    summed_round, monkeypatch
 ):
     """A fresh seed for each message: what is left of two of them is as large as can be."""
     sent = []
@@ -357,7 +308,7 @@ def test_a_seed_that_is_used_again_shows_the_shuffler_the_difference_of_two_mess
         sent.clear()
         if seeds is not None:
             monkeypatch.setattr(node_module, "new_seed", seeds)
-        round = make_round(rate=1.0).under(central_noise=0.0)
+        round = summed_round(rate=1.0).under(central_noise=0.0)
         run_id = f"{round.header.run_id}{hidden}"
         policy = dataclasses.replace(round.settings.policy, run_id=run_id)
         round.settings = dataclasses.replace(round.settings, policy=policy)

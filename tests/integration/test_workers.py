@@ -25,8 +25,10 @@ from run_world import (
     only_folder,
     ray_of_its_own,
     same_model,
+    set_options,
     shufl,
     tiny_config,
+    trained,
     wait_until,
 )
 from shufl.accounting import Ledger
@@ -59,9 +61,9 @@ def engine(folder, *overrides):
 def with_workers(tmp_path, kills, **environment):
     """`shufl run` whose workers are killed so often; what it starts inherits TEST_FOLDER."""
     options = f"model.options={{folder='{tmp_path}', times={kills}}}"
-    sets = [part for setting in [*SETTINGS, options] for part in ("--set", setting)]
     return shufl(
-        "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs", *sets, cwd=HERE,
+        "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs",
+        *set_options(*SETTINGS, options), cwd=HERE,
         env={**os.environ, "TEST_FOLDER": str(tmp_path), **environment},
     )  # fmt: skip
 
@@ -91,9 +93,7 @@ def test_killed_workers_change_nothing(whose, kills, tmp_path):
     assert (tmp_path / "kills").read_text() == kills * "x"
     folder = only_folder(tmp_path / "runs")
     config = load(str(folder / "config.toml"), ["simulation.workers=1"])  # the kills were before
-    (tmp_path / "alone").mkdir()
-    Run.new(config, tmp_path / "alone", Console(quiet=True)).train()
-    alone = only_folder(tmp_path / "alone")
+    alone = trained(config, tmp_path / "alone")
     assert same_model(folder, alone)
     ledgers = [Ledger.read(path / "ledger.jsonl").entries for path in (folder, alone)]
     assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 4

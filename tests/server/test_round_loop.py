@@ -5,28 +5,16 @@ Faults on real machines are in test_server_faults.py.
 
 import pytest
 
-from client_world import begin_flower_task
-from server_world import NODES, PLAN, USERS, Here, Run, SimulatedRun
+from server_world import NODES, PLAN, USERS, Here, Run, SimulatedRun, events
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.server import NodeFailed
 from shufl.shuffler import ShufflerUnavailable
-from shufl.shuffler.record import verify
-
-
-@pytest.fixture(autouse=True)
-def inside_a_task():
-    begin_flower_task()
 
 
 @pytest.fixture
 def shufflers():
     with Here() as one, Here() as other:
         yield one, other
-
-
-def events(shuffler):
-    """What the shuffler's public record says, beside how the run was created."""
-    return [each["event"] for each in verify(shuffler.store.record(0))[1:]]
 
 
 def test_a_simulation_releases_every_round_and_ends_the_run_at_the_shuffler(tmp_path, shufflers):
@@ -36,12 +24,6 @@ def test_a_simulation_releases_every_round_and_ends_the_run_at_the_shuffler(tmp_
     assert [(row.outcome, row.users_present) for row in run.rows] == [("released", USERS)] * 2
     assert run.steps_are_whole()
     assert events(shufflers[0]) == ["opened", "released"] * 2 + ["ended"]
-
-
-def test_an_interrupted_run_stays_at_the_shuffler(tmp_path, shufflers):
-    run = SimulatedRun(tmp_path, shufflers[:1])
-    assert run.play(1).stopped_by == "interrupt"
-    assert events(shufflers[0]) == ["opened", "released"]
 
 
 def test_a_simulated_node_that_does_not_answer_ends_the_run_and_its_round_is_destroyed(
@@ -56,29 +38,22 @@ def test_a_simulated_node_that_does_not_answer_ends_the_run_and_its_round_is_des
     assert events(shufflers[0]) == ["opened", "discarded"]
 
 
-def test_a_round_that_an_interrupt_cuts_short_is_destroyed_as_a_whole(tmp_path, shufflers):
-    run, stopped = SimulatedRun(tmp_path, shufflers[:1]), []
+@pytest.mark.parametrize(("answered", "outcome"), [(False, "discarded"), (True, "released")])
+def test_an_interrupt_destroys_the_round_that_it_cuts_short_and_no_other(
+    tmp_path, shufflers, answered, outcome
+):
+    """It comes when the last node was asked, before or after that one has answered."""
+    run, asked = SimulatedRun(tmp_path, shufflers[:1]), []
 
     def train(node, deliver):
-        stopped.append(node)
-        return None if node == NODES else deliver()
+        asked.append(node)
+        return deliver() if answered or node < NODES else None
 
-    run.network.train, run.is_over = train, lambda rounds: len(stopped) == NODES
+    run.network.train, run.is_over = train, lambda rounds: len(asked) == NODES
     assert run.play(1).stopped_by == "interrupt"
-    assert [(row.outcome, row.reports) for row in run.rows] == [("discarded", 0)]
-    assert events(shufflers[0]) == ["opened", "discarded"]
-
-
-def test_an_interrupt_after_all_have_answered_costs_no_round(tmp_path, shufflers):
-    run, stopped = SimulatedRun(tmp_path, shufflers[:1]), []
-
-    def train(node, deliver):
-        stopped.append(node)
-        return deliver()
-
-    run.network.train, run.is_over = train, lambda rounds: len(stopped) == NODES
-    assert run.play(1).stopped_by == "interrupt"
-    assert [row.outcome for row in run.rows] == ["released"]
+    assert [row.outcome for row in run.rows] == [outcome]
+    assert (run.rows[0].reports > 0) is answered
+    assert events(shufflers[0]) == ["opened", outcome]
 
 
 def test_a_simulation_whose_shuffler_is_gone_waits_for_no_node(tmp_path):
@@ -117,16 +92,3 @@ def test_a_round_is_released_if_one_shuffler_releases_its_batch(
     assert (row.outcome, row.users_present, row.silent_nodes) == (outcome, present, len(silent))
     assert run.steps_are_whole() and run.spent == [1]
     assert ("released" in events(shufflers[0])) is (outcome == "released" and 1 not in silent)
-
-
-def test_users_are_counted_on_by_the_shuffler_s_word_on_real_machines_alone(tmp_path, shufflers):
-    """A node may have sent and been killed before it answers."""
-
-    def sends_and_is_killed(node, deliver):
-        reply = deliver()
-        return None if node == 2 else reply
-
-    run = Run(tmp_path, shufflers[:1])
-    run.network.train = sends_and_is_killed
-    run.play(1)
-    assert [(row.users_present, row.silent_nodes) for row in run.rows] == [(USERS, 1)]

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
-from client_world import begin_flower_task
 from run_world import LIMIT
-from server_world import AGREED, PLAN, USERS, Here, Run, SimulatedRun
+from server_world import AGREED, PLAN, SUMS, USERS, Here, Run, SimulatedRun, events
 from shuffler_world import refusal
 from shufl.learning.parameters import sent
 from shufl.protocol.outcomes import RoundOutcome
@@ -23,14 +22,8 @@ from shufl.shuffler import (
     key_digest,
     model_digest,
 )
-from shufl.shuffler.record import verify
 
 USERS_OF = {each.name: each.users for each in AGREED.values()}
-
-
-@pytest.fixture(autouse=True)
-def inside_a_task():
-    begin_flower_task()
 
 
 @pytest.fixture
@@ -53,11 +46,6 @@ def sent_to(run, part, nodes=(1, 2, 3)):
     part.open(header, public_key)
     broadcast(run.network, list(nodes), header, public_key, ArrayRecord(model), LIMIT)
     return private_key
-
-
-def events(shuffler):
-    """What the shuffler's public record says, beside how the run was created."""
-    return [each["event"] for each in verify(shuffler.store.record(0))[1:]]
 
 
 @pytest.mark.parametrize("kind", [Run, SimulatedRun])
@@ -105,17 +93,27 @@ class Lying:
         return self._client.close_round(*about)._replace(senders=self.senders)
 
 
-@pytest.mark.parametrize("said", [USERS + 1, 1])
-def test_nothing_is_fetched_from_a_shuffler_whose_word_is_impossible(tmp_path, shuffler, said):
-    """As many users as were agreed are the most; the plan's minimum is the least."""
-    run = Run(tmp_path, [shuffler], PLAN.replace(minimum_batch=2))
+@pytest.mark.parametrize("mixing", [{}, SUMS], ids=["reports", "sums"])
+@pytest.mark.parametrize("said", [USERS + 1, 1, 2])
+def test_nothing_is_fetched_from_a_shuffler_whose_word_is_impossible(
+    tmp_path, shuffler, said, mixing
+):
+    """As many users as were agreed are the most; the plan's minimum is the least.
+
+    Of a sum the nodes' seeds tell how many users there are, whatever the shuffler says.
+    """
+    run = Run(tmp_path, [shuffler], PLAN.replace(minimum_batch=2, **mixing))
     with run.loop(control=lambda number, client: Lying(client, said)) as loop:
         (part,) = loop.parts
         private_key = sent_to(run, part)
         part.close(unwanted=False)
         part.fetch(private_key, answered=USERS, agreed=USERS_OF)
-        assert (part.outcome, part.users, part.part) == (RoundOutcome.LOST, 0, None)
-        assert str(part.error) == f"it says that {said} users sent; possible are 2 to 12"
+    if said == 2:
+        users = USERS if mixing else said
+        assert (part.outcome, part.users) == (RoundOutcome.RELEASED, users)
+        return
+    assert (part.outcome, part.users, part.part) == (RoundOutcome.LOST, 0, None)
+    assert str(part.error) == f"it says that {said} users sent; possible are 2 to 12"
     assert events(shuffler) == ["opened"]
 
 

@@ -25,7 +25,8 @@ from shufl.deploy.deployment import Deployment
 from shufl.deploy.node import NodeWork, agreed_plan, node_settings
 from shufl.deploy.provision import provision
 from shufl.deploy.server_app import DeployedEngine, deployed_experiment
-from shufl.deploy.site_files import OUTCOME_FILE, STOP_FILE, NodeSite, ServerSite, load_site
+from shufl.deploy.server_site import OUTCOME_FILE, STOP_FILE, ServerSite
+from shufl.deploy.site_files import NodeSite, load_site
 from shufl.deploy.superlink import register
 from shufl.learning.config import load
 from shufl.learning.data.datasets import load_dataset

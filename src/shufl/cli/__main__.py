@@ -33,7 +33,7 @@ _COMMANDS = {
     "calibrate": "shufl.cli.calibrate:calibrate_command",
     "audit": "shufl.cli.audit:audit_command",
     "shuffler": "shufl.cli.shuffler:shuffler_command",
-    "node": "shufl.cli.deployment:node_command",
+    "node": "shufl.cli.node:node_command",
     "status": "shufl.cli.deployment:status_command",
     "doctor": "shufl.cli.deployment:doctor_command",
     "metrics": "shufl.cli.deployment:metrics_command",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from pathlib import Path
@@ -56,7 +57,7 @@ def account_command(
         else:
             plan = options.whole_plan(given)
             rounds = plan.rounds
-        event, about = plan.event(), (plan.adjacency, plan.delta)
+        event = plan.event()
         names = _accountants(event, accountant, None if run is None else plan.accountant)
         if run is None and plan.accountant not in names:
             plan = plan.model_copy(update={"accountant": names[0]})
@@ -66,15 +67,18 @@ def account_command(
         others = _peers(plan.users, event, points, plan.delta) if peers else []
         if plot is not None or len(names) > 1:
             logging.getLogger("shufl.accounting").info("pricing rounds by %s", ", ".join(names))
+        priced = functools.partial(
+            price, event, adjacency=plan.adjacency, delta=plan.delta, names=names
+        )
         if run is not None:
             too_few = too_few_present(plan, records, rounds)
             table = epsilon_table(plan, rounds, too_few, lower=True)
             found = [row for row in table if row.name in names]
         else:
-            found = price(event, rounds, *about, lower=True, names=names)
+            found = priced(rounds, lower=True)
         curves: dict[str, list[float | None]] = {}
         for point in points if plot is not None else ():
-            for row in price(event, point, *about, names=names):
+            for row in priced(point):
                 curves.setdefault(row.name, []).append(row.epsilon)
     options.warn_of_delta(plan.check_in_rate, rounds, plan.delta)
     rows = epsilon_rows(found)

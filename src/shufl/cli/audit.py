@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shufl.cli import end_in_order, options
+from shufl.learning.your_code import make_importable
 from shufl.protocol.console import Console
 
 _MOST_USERS = 10**6
@@ -115,7 +116,6 @@ def _end_to_end(
     import signal
 
     from shufl.learning.config import load
-    from shufl.learning.your_code import make_importable
     from shufl.results.experiment import prepare
     from shufl.shuffler import ShufflerError
     from shufl.simulator.canary import check_end_to_end
@@ -139,10 +139,8 @@ def _end_to_end(
 
 def _print_table(checks: dict[str, Any], epsilon: float, confidence: float) -> None:
     title = f"δ({epsilon:g}) of one round, attacked ({confidence:g} confidence)"
-    table = Table(title=title, title_justify="left")
     columns = "accountant", "claims", "is at least", "with the others", "for every pair"
-    for column in (*columns, "claims to hold for"):
-        table.add_column(column)
+    table = Table(*columns, "claims to hold for", title=title, title_justify="left")
     for name, check in checks.items():
         table.add_row(
             name,

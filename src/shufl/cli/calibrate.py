@@ -13,6 +13,7 @@ from rich.table import Table
 from shufl.cli import options
 from shufl.protocol.console import Console
 from shufl.protocol.text import rounded_down, rounded_up
+from shufl.protocol.validation import choice
 
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan
@@ -52,7 +53,6 @@ def calibrate_command(
     out. If the noise and the rounds or check-in rate are left out, plans of several are compared.
     """
     from shufl.accounting.search import say_search
-    from shufl.protocol.validation import choice
     from shufl.shuffler import most_parameters, usual_sealing
     from shufl.simulator.grid.plans import SETTINGS, candidates, find_plans
 
@@ -92,7 +92,7 @@ def calibrate_command(
 
 
 def _asked(given: dict[str, Any], accountant: str | None) -> OpenPlan:
-    """The plan that is asked for; refuses one of which no search finds what is left out."""
+    """The plan that is asked for; refuses a plan whose open values no search finds."""
     from shufl.accounting import ACCOUNTANTS
     from shufl.accounting.search import example_of
 

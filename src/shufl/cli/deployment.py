@@ -1,13 +1,10 @@
-"""Deployments: `shufl provision`, `register`, `rehearse`, `node`, `doctor`, `metrics`, `status`."""
+"""Deployments: `shufl provision`, `register`, `rehearse`, `doctor`, `metrics`, `status`."""
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
 import sys
 import tempfile
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +13,9 @@ import typer
 from rich.table import Table
 
 from shufl.cli import end_in_order, options
+from shufl.learning.your_code import make_importable
 from shufl.protocol.console import Console
-from shufl.protocol.text import log_handler
+from shufl.protocol.validation import ConfigError
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -53,8 +51,6 @@ def provision_command(
     """
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.provision import provision
-    from shufl.learning.your_code import make_importable
-    from shufl.protocol.validation import ConfigError
     from shufl.shuffler.keys import check_days
 
     base = deployment.absolute().parent
@@ -119,8 +115,6 @@ def rehearse_command(
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.rehearse import rehearse
-    from shufl.learning.your_code import make_importable
-    from shufl.protocol.validation import ConfigError
     from shufl.results.engine import EngineFailed
     from shufl.server import RoundFailed
 
@@ -139,39 +133,6 @@ def rehearse_command(
         raise typer.Exit(130)
 
 
-def node_command(
-    config: Annotated[Path, typer.Option(help="The node's file, node.toml.")] = Path("node.toml"),
-    log_file: Annotated[
-        Path | None, typer.Option(help="Log file. Default: standard error.")
-    ] = None,
-) -> None:
-    """Run a deployed node: answer the messages that Flower's SuperNode passes on.
-
-    SIGTERM and SIGINT end it when the round that is under way is over; a second one ends it at
-    once.
-    """
-    stop, at_once = threading.Event(), threading.Event()
-
-    def end(number: int, _: object) -> None:
-        (at_once if stop.is_set() else stop).set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    folder = config.absolute().parent
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is said in our own words
-    with options.failing(OSError):
-        logging.basicConfig(level=logging.INFO, handlers=[log_handler(log_file)])
-    from shufl.clients import serve_device
-    from shufl.deploy.node import node_settings
-    from shufl.deploy.site_files import NodeSite, load_site
-    from shufl.learning.your_code import make_importable
-
-    make_importable([folder])
-    with options.failing(ValueError):
-        site = load_site(config, NodeSite)
-        serve_device(node_settings(site, folder), Path(site.socket), stop, at_once)
-
-
 def doctor_command(
     folder: Annotated[Path, typer.Argument(help="A site's folder.")] = Path(),
     json: options.Json = False,
@@ -181,7 +142,6 @@ def doctor_command(
     Exits with 1 if anything is wrong, and says what mends it.
     """
     from shufl.deploy.doctor import examine
-    from shufl.learning.your_code import make_importable
 
     make_importable([folder])
     with options.failing(OSError, ValueError):
@@ -217,7 +177,6 @@ def register_command(
     Run it again whenever that folder has changed, also while a run goes on.
     """
     from shufl.deploy.superlink import register
-    from shufl.protocol.validation import ConfigError
     from shufl.results.engine import EngineFailed
 
     with options.failing(ConfigError, OSError), options.failing(EngineFailed, code=1):
@@ -237,8 +196,8 @@ def status_command(
 ) -> None:
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
     from shufl.deploy.run_status import newest_run, status_of
-    from shufl.deploy.site_files import ServerSite, load_site
-    from shufl.protocol.validation import ConfigError
+    from shufl.deploy.server_site import ServerSite
+    from shufl.deploy.site_files import load_site
     from shufl.results.tables import epsilon_text, score_text
 
     here = Path("server.toml")

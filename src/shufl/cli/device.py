@@ -14,17 +14,12 @@ from shufl.protocol.console import Console
 from shufl.protocol.text import rounded_up
 from shufl.results.tables import epsilon_text
 
-device_app = typer.Typer(
-    add_completion=False,
-    suggest_commands=False,
-    help="A device's own ledger: what it was offered, and its owner's limits.",
-    no_args_is_help=True,
-)
+device_app = options.group("A device's own ledger: what it was offered, and its owner's limits.")
 
 
 @device_app.callback()
 def _root() -> None:
-    """A device's own ledger: what it was offered, and its owner's limits."""
+    """Has `status` be named, though it is the only command."""
 
 
 @device_app.command("status")
@@ -38,7 +33,6 @@ def status_command(
     with options.failing(ValueError):
         ledger = load_device(device, create=False)
         limits, offered = ledger.limits, ledger.offered()
-        assert limits is not None
         charges = [limits.charge(run) for run in offered]
     total = math.fsum(charges)
     if json:
@@ -55,13 +49,9 @@ def status_command(
         ]
         options.print_json({"runs": runs, "epsilon": total, "limits": dict(limits)})
         return
-    table = Table(
-        title=f"offered to this device, ε by {limits.accountant}, "
-        f"δ = {rounded_up(limits.delta)} in all",
-        title_justify="left",
-    )
-    for column in ("run", "plan", "latest, UTC"):
-        table.add_column(column)
+    title = f"offered to this device, ε by {limits.accountant}, "
+    title += f"δ = {rounded_up(limits.delta)} in all"
+    table = Table("run", "plan", "latest, UTC", title=title, title_justify="left")
     for column in ("rounds", "of at most", "ε charged"):
         table.add_column(column, justify="right")
     for run, charge in zip(offered, charges, strict=True):

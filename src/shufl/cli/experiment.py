@@ -10,6 +10,9 @@ import click
 import typer
 
 from shufl.cli.options import check_file, fail, failing
+from shufl.learning.your_code import make_importable
+from shufl.protocol.console import Console
+from shufl.protocol.validation import ConfigError
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -66,8 +69,6 @@ def run_command(
     By default on Flower and Ray with a real shuffler.
     """
     from shufl.learning.config import load
-    from shufl.learning.your_code import make_importable
-    from shufl.protocol.validation import ConfigError
     from shufl.simulator.engines.ray_cluster import early_ray
 
     make_importable([Path(config or "").parent, Path.cwd()])
@@ -87,7 +88,6 @@ def run_command(
     from torch import OutOfMemoryError
 
     from shufl.accounting import LedgerError
-    from shufl.protocol.console import Console
     from shufl.results.engine import EngineFailed
     from shufl.results.run import Run
     from shufl.results.run_folder import MetricsError
@@ -133,9 +133,6 @@ def experiment_command(
     Ray is the one at RAY_ADDRESS, else one of this machine's own. After an interruption the same
     command goes on.
     """
-    from shufl.learning.your_code import make_importable
-    from shufl.protocol.console import Console
-    from shufl.protocol.validation import ConfigError
     from shufl.results.engine import EngineFailed
     from shufl.simulator.grid.runner import play_grid
 
@@ -164,7 +161,6 @@ def report_command(
     It needs no network: mail it, or open it on a phone.
     """
     from shufl.accounting import LedgerError
-    from shufl.learning.your_code import make_importable
 
     make_importable([Path.cwd()])  # for an experiment's models and datasets
     target = output or path / "report.html"

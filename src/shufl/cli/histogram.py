@@ -18,6 +18,7 @@ from shufl.learning.data.users import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.text import rounded_up
+from shufl.protocol.validation import choice
 from shufl.results.plots import draw
 from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
@@ -71,7 +72,6 @@ def histogram_command(
 ) -> None:
     """Estimate the share of each category, with error bars, and print ε by every accountant."""
     from shufl.accounting import LedgerError, epsilon_table
-    from shufl.protocol.validation import choice
     from shufl.simulator.histogram import count_column, plan_for, simulate
 
     if out is not None:
@@ -91,9 +91,11 @@ def histogram_command(
         else:
             choice("--accountant", accountant, ("blanket", "crowd", "local"))
             names = _needed("--categories", _categories(categories, other))
-            about = _needed("--column", column), names, other, user_column, seed
+            counted = _needed("--column", column)
             _needed("--target-epsilon", given.get("target_epsilon"))
-            counts, true, rows_there = count_column(source, *about)
+            counts, true, rows_there = count_column(
+                source, counted, names, other=other, user_column=user_column, seed=seed
+            )
             users = int(counts.sum())
             by = f"each of {spaced(rows_there)} rows is taken for one person"
             if user_column is not None:

@@ -96,6 +96,13 @@ def _sayable(words: str) -> str:
     return words.replace('"least-error" or ', "", 1).replace(" or left out", "", 1)
 
 
+def group(about: str) -> typer.Typer:
+    """A command that has commands of its own."""
+    return typer.Typer(
+        add_completion=False, suggest_commands=False, help=about, no_args_is_help=True
+    )
+
+
 @contextmanager
 def naming_flags() -> Iterator[None]:
     """Lets a mistake in a plan's value name the option that gave it."""

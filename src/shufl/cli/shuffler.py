@@ -35,12 +35,7 @@ def shuffler_command(
     serve(config, exit_with_parent)
 
 
-keys_app = typer.Typer(
-    add_completion=False,
-    suggest_commands=False,
-    help="Make certificates. No private key leaves the machine it was made on.",
-    no_args_is_help=True,
-)
+keys_app = options.group("Make certificates. No private key leaves the machine it was made on.")
 
 
 @keys_app.command("authority")
@@ -79,7 +74,7 @@ def renew_command(
     directory: Annotated[Path, typer.Argument(help="Where NAME.key is, and NAME.csr is written.")],
     name: Annotated[str, typer.Option(help="Name of the credential and of its files.")],
 ) -> None:
-    """Ask for another certificate for the same key, before the one that is there ends.
+    """Ask for another certificate for the same key, before the present one ends.
 
     The authority knows the key, and is shown nothing. A key that may have been stolen is not
     renewed: move NAME.* away, and `shufl keys request` another.
@@ -139,12 +134,7 @@ def sign_command(
         typer.echo(f"name {asked.name}, fingerprint {fingerprint}: either withdraws it")
 
 
-record_app = typer.Typer(
-    add_completion=False,
-    suggest_commands=False,
-    help="A shuffler's public record of rounds: fetch it, check it.",
-    no_args_is_help=True,
-)
+record_app = options.group("A shuffler's public record of rounds: fetch it, check it.")
 
 
 @record_app.command("fetch")
