@@ -100,8 +100,8 @@ def ideal_note(rounds: int, delta: float) -> str | None:
     if delta >= (least := least_delta(rounds)):
         return None
     return (
-        f"so small a delta is of the ideal mechanism only: a plan of {rounds} rounds supports "
-        f"{least:g} or more, got {delta:.3g}"
+        f"delta = {delta:.3g} is smaller than rounding allows: {rounds} rounds support {least:g} "
+        "or more; the epsilon shown is that of exact arithmetic"
     )
 
 

@@ -259,7 +259,10 @@ class Node:
     def _ledger(self, node: int) -> SimulatedLedger | None:
         """The ledger of a node's device, opened once."""
         if node not in self._ledgers:
-            self._ledgers[node] = self._policy.ledger(node)
+            ledger = self._policy.ledger(node)
+            if ledger is None and self._policy.seed is None:  # a repeated offer would get new coins
+                raise ValueError("a client without a seed needs a device's ledger")
+            self._ledgers[node] = ledger
         return self._ledgers[node]
 
     def take_part(self, users: np.ndarray, round: PreparedRound, node: int = 0) -> None:
@@ -300,10 +303,10 @@ class Node:
             return self._randomness.check_ins(number, users, plan.check_in_rate)
         if self._policy.seed is not None:
             key = simulated_allocation_key(self._policy.seed)
-        elif (ledger := self._ledger(node)) is not None:
-            key = ledger.allocation_key(round.header.run_id)
         else:
-            raise ValueError("allocation needs a seed, or ledgers that keep what was drawn")
+            ledger = self._ledger(node)
+            assert ledger is not None  # without a seed there is one
+            key = ledger.allocation_key(round.header.run_id)
         return allocated(key, number, users, plan.every)
 
     def _parameters(self, model: ArrayRecord) -> dict[str, torch.Tensor]:

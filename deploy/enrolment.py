@@ -228,7 +228,8 @@ class Enrolment:
     def _authority(self, name: str) -> Authority:
         """The authority in a folder, made if there is none."""
         folder = self._out / name
-        if not (folder / "authority.pem").exists() or was_cut_short(folder / "authority.key"):
+        key, certificate = folder / "authority.key", folder / "authority.pem"
+        if not certificate.exists() or was_cut_short(key, certificate):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             Authority.create().write(folder)
             self._log("made", name=name)

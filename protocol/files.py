@@ -35,7 +35,8 @@ def whole_file(
     """
     if must_be_new and os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    new = unfinished(path.with_name(f"{path.name}.{os.getpid()}") if shared else path)
+    own = shared or must_be_new  # then no other process touches the unfinished file
+    new = unfinished(path.with_name(f"{path.name}.{os.getpid()}") if own else path)
     try:
         new.unlink(missing_ok=True)  # what a killed process has left; the mode is set anew
         descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
@@ -43,7 +44,7 @@ def whole_file(
             yield file
             file.flush()
             os.fsync(descriptor)
-        new.replace(path)
+        (give_new_name if must_be_new else os.replace)(new, path)
     except OSError as error:
         if error.filename not in (None, new, str(new)):  # of another file
             raise
@@ -51,6 +52,22 @@ def whole_file(
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
+
+
+def give_new_name(file: Path, path: Path) -> None:
+    """Gives a file another name, which no file may have: not even one that has got it just now.
+
+    Raises:
+        FileExistsError: there is a file of this name.
+    """
+    try:
+        path.hardlink_to(file)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP):  # as on FAT, which has no links
+            raise
+        file.replace(path)
+    else:
+        file.unlink()
 
 
 def write_whole(

@@ -57,7 +57,7 @@ class Privacy(Record):
     check_in_rate: CheckInRate | None = _is("γ, the probability that a user reports in a round")
     clip_norm: ClipNorm = _is("C, the longest update", 1.0)
     noise_multiplier: Noise | None = _is("z, the noise of a report, in clip norms")
-    mechanism: MechanismName = _is("How a report is made of an update", "gaussian")
+    mechanism: MechanismName = _is("How an update becomes a report", "gaussian")
     categories: Categories | None = _is("k, with mechanism randomised-response")
     local_epsilon: LocalEpsilon | None = _is("ε₀, with mechanism randomised-response")
     adjacency: Adjacency = _is("Which datasets are neighbours", "replace")
@@ -67,12 +67,14 @@ class Privacy(Record):
     rounds: Rounds | None = _is("T, the most rounds")
     minimum_batch: OfUsers | None = _is("The fewest reports of a release")
     shuffler_blankets: Literal["least-error"] | Blankets = _is(
-        "λ, the reports of noise alone that the shuffler adds to a round, expected", 0.0
+        "λ, the expected number of reports of noise alone that the shuffler adds to a round", 0.0
     )
     cover: Flag = _is("All users send in every round, as real machines must", False)
     participation: ParticipationName = _is("By a coin, or once in every 1/γ rounds", "check-in")
     mixing: Mixing = _is("What the shuffler hands over, reports or only their sum", "shuffle")
-    central_noise: CentralNoise | None = _is("σ, with mixing sum: the shuffler's own noise")
+    central_noise: CentralNoise | None = _is(
+        "σ, with mixing sum: the noise of shuffler and of server, each"
+    )
     least_present: OfUsers | None = _is("The fewest users of a release")
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """The package beside your folders that have the names of its rooms, and its Flower."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -99,3 +100,14 @@ def test_modules_of_yours_may_have_the_names_of_rooms(tmp_path, engine):
     code, said = python("-m", "shufl.cli", "run", config, "--runs", runs, *engine.split())
     assert code == 0, said
     assert len(json_lines(only_folder(runs) / "metrics.jsonl")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["shufl.clients.device_process", "shufl.vendor_internals"])
+def test_flower_sends_no_telemetry_whatever_of_shufl_imports_it(module):
+    """Flower reads the variable when it is imported."""
+    program = f"import {module}, flwr.supercore.telemetry as it; print(it.FLWR_TELEMETRY_ENABLED)"
+    alone = {name: it for name, it in os.environ.items() if not name.startswith("FLWR_")}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"

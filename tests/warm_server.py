@@ -25,7 +25,7 @@ _FOUND = list(sys.path)
 """Where a process that has just begun finds modules."""
 
 _IMPORTED = [
-    "shufl.simulator",  # sets variables that Flower and Ray read when they are imported
+    "shufl",  # sets variables that Flower and Ray read when they are imported
     "flwr.simulation",
     "flwr.cli.app",
     "flwr.superlink.cli.flower_superlink",

@@ -42,7 +42,10 @@ def candidates(
             raise ValueError("--device-megabytes goes with plans that are compared")
         return [asked]
     if dimension is None:
-        raise ValueError("give either --dataset or --dimension, the model's parameters")
+        raise ValueError(
+            "give either --dataset or --dimension, the model's parameters: plans are compared "
+            "where check-in rate or rounds are left out beside the noise"
+        )
     report = message_length(dimension, asked.mixing, usual_sealing(asked.mixing))
     rates = RATES if asked.check_in_rate is None else (asked.check_in_rate,)
     pairs = list(itertools.product(rates, ROUNDS if asked.rounds is None else (asked.rounds,)))

@@ -6,6 +6,7 @@ package in here: `shufl.protocol`, `shufl.accounting`, `shufl.shuffler`, `shufl.
 `shufl.configs`.
 """
 
+import os
 from typing import Any
 
 import lazy_loader
@@ -13,6 +14,17 @@ import lazy_loader
 from shufl.protocol.import_times import imported_at as imported_at
 
 _find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+# Read when Flower and Ray are imported; a user's own setting wins.
+for _name, _value in {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}.items():
+    os.environ.setdefault(_name, _value)
 
 
 def __getattr__(name: str) -> Any:

@@ -93,6 +93,16 @@ def test_an_open_round_announced_under_many_contexts_flips_one_coin(tmp_path):
         assert len(round.released()) == 4
 
 
+def test_a_client_without_seed_and_ledger_takes_no_offer(tmp_path, caplog):
+    """A round that is offered again would get other coins."""
+    with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
+        round = Round(shuffler.address, shuffler.submit, control, "seedless", seed=None).open()
+        for _ in range(2):
+            with pytest.raises(RoundRefused):
+                round.announce()
+        assert "a client without a seed needs a device's ledger" in caplog.text
+
+
 def test_the_server_is_not_told_why_a_device_does_not_take_part(tmp_path, caplog):
     """Neither the limits nor what was spent for others."""
     owner = limits(least_noise=7.0, most_epsilon=1e-3)

@@ -61,16 +61,16 @@ import os, signal, sys
 from pathlib import Path
 from shufl.cli.shuffler import keys_app
 
-replace = Path.replace
+link = Path.hardlink_to
 
 
-def killed(path, target):
-    if Path(target).suffix == sys.argv[1]:
+def killed(path, file):
+    if path.suffix == sys.argv[1]:
         os.kill(os.getpid(), signal.SIGKILL)
-    return replace(path, target)
+    return link(path, file)
 
 
-Path.replace = killed
+Path.hardlink_to = killed
 keys_app(sys.argv[2:])
 """
 
@@ -100,6 +100,52 @@ def test_a_command_that_is_killed_between_its_files_can_be_repeated(
     if command == ("authority",):
         Authority.read(tmp_path)
     assert "exists already" in refusal(tmp_path, *command, tmp_path)
+
+
+_SLOW = """
+import os, signal, time
+
+fsync = os.fsync
+
+
+def interrupted(file):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    fsync(file)
+
+
+os.fsync = interrupted
+"""
+
+
+@pytest.mark.slow
+def test_an_authority_whose_key_is_elsewhere_is_kept_whatever_is_given_by_mistake(tmp_path: Path):
+    """Not even an interrupted command makes the next one think that the key was never there."""
+    assert keys("authority", tmp_path).exit_code == 0
+    (tmp_path / "authority.key").unlink()
+    (tmp_path / ".authority.key.new").write_bytes(b"")  # as another version was killed
+    begin = "import sys; sys.argv[0] = 'shufl'\nfrom shufl.cli import hear_signals\nhear_signals()"
+    program = f"{begin}{_SLOW}from shufl.cli import main\nmain()"
+    command = [sys.executable, "-c", program, "keys", "authority", tmp_path]
+    assert subprocess.run(command).returncode == 2  # before any file is made
+    assert "exists already" in refusal(tmp_path, "authority", tmp_path)
+
+
+def test_of_two_commands_in_one_folder_at_once_one_is_refused(tmp_path: Path, monkeypatch):
+    """The second begins when the first is about to give its files their names."""
+    link, ended = Path.hardlink_to, []
+
+    def second_first(path: Path, file: Path) -> None:
+        monkeypatch.setattr(Path, "hardlink_to", link)
+        ended.append(keys("request", tmp_path, "--name=phone-7").exit_code)
+        link(path, file)
+
+    monkeypatch.setattr(Path, "hardlink_to", second_first)
+    assert (keys("request", tmp_path, "--name=phone-7").exit_code, ended) == (2, [0])
+    key, csr = (tmp_path / f"phone-7.{end}" for end in ("key", "csr"))
+    asked = x509.load_pem_x509_csr(csr.read_bytes()).public_key()
+    assert asked == serialization.load_pem_private_key(key.read_bytes(), None).public_key()
+    assert {each.name for each in tmp_path.iterdir()} == {csr.name, key.name}
 
 
 @pytest.mark.slow

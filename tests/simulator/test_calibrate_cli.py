@@ -345,7 +345,7 @@ OTHERS = "--target-epsilon 1 -n 9 --check-in-rate 1"
         ),
         (
             f"{OTHERS} --noise-multiplier 1",
-            "beside the noise give all but one of --shuffler-blankets, --rounds; or leave out the",
+            "with the noise given, only one of --shuffler-blankets, --rounds may be left out",
         ),
         (
             f"{OTHERS} --rounds 2 --shuffler-blankets 0",

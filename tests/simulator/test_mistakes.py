@@ -52,6 +52,9 @@ def of_run(*changes):
     return [part for change in [*OPEN, *changes] for part in ("--set", change)]
 
 
+PLAN = ["-n", "9", "--check-in-rate", "1", "--noise-multiplier", "1", "--rounds", "1"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -107,6 +110,11 @@ def test_in_a_run(refusal, changes, message):
         (["experiment", "nothing"], "nothing cannot be read: No such file or directory; an exp"),
         (["experiment", "digits", "--cpus", "0"], "cpus must be at least 1, got 0"),
         (["report", "nothing"], "nothing must be a run folder, which has a plan.json, or the "),
+        (["account", "."], ". must be a run folder, which has a ledger.jsonl; a plan is given by"),
+        (
+            ["account", *PLAN, "--accountant", "all", "--accountant", "rdp"],
+            "--accountant all stands alone, got all, rdp",
+        ),
     ],
 )
 def test_in_a_command(refusal, arguments, message):
@@ -125,10 +133,20 @@ def test_in_a_command(refusal, arguments, message):
         (["calibrate", "--noise", "1"], "--noise is called --noise-multiplier now"),
         (["account", "--blankets", "1"], "--blankets is called --shuffler-blankets now"),
         (["histogram", "a.csv", "--epsilon", "1"], "--epsilon is called --target-epsilon now"),
+        (
+            ["run", "quickstart", "--gamma", "1"],
+            "No such option '--gamma'. Give --set privacy.check_in_rate=…",
+        ),
+        (["run", "quickstart", "--n", "9"], "No such option '--n'. Give --set data.users=…"),
     ],
 )
 def test_a_former_name(refusal, arguments, message):
     assert refusal(*arguments) == message
+
+
+def test_a_former_name_of_an_option_that_another_command_had(refusal):
+    said = refusal("account", "--epsilon", "1")
+    assert said.startswith("No such option '--epsilon'.") and "--target-epsilon" not in said
 
 
 @pytest.mark.parametrize("content", [b"name = ", b"[privacy]\ncheck_in_rate = 0,5\n", b"\xff\xfe"])

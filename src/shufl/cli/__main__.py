@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.metadata
 import io
 import logging
 import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":
     from shufl.cli import hear_signals
@@ -83,8 +84,19 @@ app = typer.Typer(
 )
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shufl {importlib.metadata.version('shufl')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _shufl() -> None:
+def _shufl(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
     """Federated learning in the shuffle model of differential privacy."""
 
 

@@ -13,6 +13,7 @@ import typer
 from shufl.cli import options
 from shufl.protocol.console import Console
 from shufl.protocol.text import rounded_up
+from shufl.protocol.validation import choice
 from shufl.results.plots import check_format, draw, style_of
 from shufl.results.tables import epsilon_rows, print_epsilons, too_few_present
 
@@ -28,8 +29,8 @@ def account_command(
     accountant: Annotated[
         list[str] | None,
         typer.Option(
-            help="Count by this accountant, or by all. Repeatable. Default: blanket, and the one "
-            "that halts the run; where there are no blankets, all that price the rounds."
+            help="Count by this accountant, or by all. Repeatable. Default: blanket, and of a run "
+            "folder also the one that halts the run; without blankets, all that price the plan."
         ),
     ] = None,
     plot: Annotated[
@@ -45,11 +46,17 @@ def account_command(
 
     with options.failing(ValueError, OSError, LedgerError):
         if plot is not None:
-            options.check_file("--plot", plot)
             check_format("--plot", plot)
+            plot = plot.with_suffix(".png") if plot.name and not plot.suffix else plot
+            options.check_file("--plot", plot)
         if run is not None:
             shown = "accountant", "plot", "peers", "json"
             options.check_alone("a run folder, which has its plan", *shown)
+            if not (run / "ledger.jsonl").is_file():
+                raise ValueError(
+                    f"{run} must be a run folder, which has a ledger.jsonl; a plan is given by "
+                    "options, such as --users"
+                )
             from shufl.results.run_folder import read_run  # slow to import
 
             ledger, records = read_run(run)
@@ -98,15 +105,26 @@ def account_command(
             print_epsilons(Console(), "other systems, replace", theirs)
     if plot is not None:  # last, so that the table is not lost where the disk is full
         _draw(points, curves, title, plot)
+        if not json:
+            typer.echo(f"written: {plot}")
 
 
 def _accountants(event: Shuffled, asked: list[str] | None, halting: str | None) -> list[str]:
     """The accountants to count by; `halting` is that of a run."""
-    from shufl.accounting import accountants_for, accountants_of_kind, check_accountant
+    from shufl.accounting import (
+        ACCOUNTANTS,
+        accountants_for,
+        accountants_of_kind,
+        check_accountant,
+    )
 
     if asked == ["all"]:
         return list(accountants_of_kind(event))
+    if asked and "all" in asked:
+        raise ValueError(f"--accountant all stands alone, got {', '.join(asked)}")
     if asked:
+        for name in asked:
+            choice("--accountant", name, (*ACCOUNTANTS, "all"))
         return [check_accountant(name, event) for name in asked]
     names = accountants_for(event)
     return [name for name in names if name in ("blanket", halting)] if event.blankets else [*names]

@@ -26,7 +26,10 @@ def calibrate_command(
     given: dict[str, Any],
     accountant: Annotated[
         str | None,
-        typer.Option(help="Whose ε stays within it. Default: blanket, with sums sum-central."),
+        typer.Option(
+            help="The accountant whose ε must stay within the target. Default: blanket, or "
+            "sum-central with --mixing sum."
+        ),
     ] = None,
     dataset: Annotated[
         str | None,
@@ -48,9 +51,9 @@ def calibrate_command(
 ) -> None:
     """Find what is left out of a plan, for a target ε.
 
-    The noise is found with the blankets, where the accountant counts on them: those of least error.
-    If the noise is given, it is the rounds, the check-in rate or the blankets, whichever is left
-    out. If the noise and the rounds or check-in rate are left out, plans of several are compared.
+    Without --noise-multiplier, this finds the noise and the blankets of least error. With it, leave
+    out one of rounds, check-in rate and blankets. If rounds or check-in rate are left out beside
+    the noise, plans with several values are compared.
     """
     from shufl.accounting.search import say_search
     from shufl.shuffler import most_parameters, usual_sealing
@@ -66,7 +69,7 @@ def calibrate_command(
         if write is not None:
             if setting is None:
                 raise ValueError("--write needs --dataset")
-            options.check_file("--write", write)
+            options.check_file("--write", write, new=True)
             from shufl.learning.data.partition import check_enough  # which needs torch
 
             check_enough(setting.records, asked.users, "iid")  # else the file could not be run
@@ -99,14 +102,14 @@ def _asked(given: dict[str, Any], accountant: str | None) -> OpenPlan:
     usual = "sum-central" if given.get("mixing") == "sum" else "blanket"
     asked = options.open_plan(given | {"accountant": accountant or usual})
     if asked.target_epsilon is None:
-        raise ValueError("--target-epsilon is missing")
+        raise ValueError("--target-epsilon is missing: a number above 0")
     if "shuffler_blankets" not in given and ACCOUNTANTS[asked.accountant].counts_on_blankets:
         asked = asked.replace(shuffler_blankets="least-error")
     if not asked.open:
         raise ValueError("nothing is left out; shufl account says what a whole plan costs")
     if len(asked.open) > 1 and _NOISE.keys().isdisjoint(asked.open):
         flags = ", ".join(map(options.flag_of, asked.open))
-        raise ValueError(f"beside the noise give all but one of {flags}; or leave out the noise")
+        raise ValueError(f"with the noise given, only one of {flags} may be left out")
     example_of(asked)
     return asked
 
@@ -138,7 +141,8 @@ def _print_plans(asked: OpenPlan, rows: list[dict[str, Any]]) -> None:
             *(["–" if accuracy is None else f"{accuracy:.1%}"] if predicts else []),
         )
     Console().print(table)
-    typer.echo(_WITH_SUMS if of_sums else _WITH_COVER if asked.cover else _WITHOUT_COVER)
+    if of_sums or asked.accountant != "local":  # which holds for a server that knows who sent
+        typer.echo(_WITH_SUMS if of_sums else _WITH_COVER if asked.cover else _WITHOUT_COVER)
     if predicts:
         typer.echo("accuracy is approximate; –: with more error than was ever tried")
 

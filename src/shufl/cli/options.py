@@ -143,8 +143,13 @@ def warn_of_delta(check_in_rate: float, rounds: int, delta: float) -> None:
             typer.echo(f"warning: {note}", err=True)
 
 
-def check_file(option: str, path: Path) -> None:
-    """Refuses a file, before the work for it, that could not be written after it."""
+def check_file(option: str, path: Path, new: bool = False) -> None:
+    """Refuses a file, before the work for it, that could not be written after it.
+
+    With `new` it also refuses a file that is there: whoever wrote it may still need it.
+    """
+    if new and path.is_file():
+        raise ValueError(f"{option} must be a new file, {path} exists already")
     place = path if path.exists() else path.parent
     if path.is_dir() or not os.access(place, os.W_OK):
         raise ValueError(
@@ -201,7 +206,7 @@ def print_error(error: BaseException) -> None:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, click.ClickException):
-        text = _named_now(error.format_message())
+        text = _named_now(error)
     typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
 
 
@@ -213,11 +218,23 @@ _NAMED_NOW = {
 """Commands and options of 0.1.0, and what they are called now."""
 
 
-def _named_now(said: str) -> str:
-    """What is wrong with a command; of a former name, what it is called now."""
+def _named_now(error: click.ClickException) -> str:
+    """What is wrong with a command; of a former name, what it is called now.
+
+    Only an option that the command has is named; a command with `--set` has it as a key.
+    """
+    said = error.format_message()
     words = [word.strip("'.") for word in said.split()] if said.startswith("No such ") else []
     old = next((word for word in words if word in _NAMED_NOW), None)
-    return f"{old} is called {_NAMED_NOW[old]} now" if old else said
+    if old is None:
+        return said
+    new, context = _NAMED_NOW[old], getattr(error, "ctx", None)
+    options = [name for each in context.command.params for name in each.opts] if context else [new]
+    if new in options or not new.startswith("--"):
+        return f"{old} is called {new} now"
+    key = new.removeprefix("--").replace("-", "_")
+    section = "data" if key == "users" else "privacy"
+    return f"{said.split('.')[0]}. Give --set {section}.{key}=…" if "--set" in options else said
 
 
 _EXTRAS = {
