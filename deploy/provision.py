@@ -189,6 +189,7 @@ class _Sites:
         return self._complete(site, "server.md", run_process(name, self._round_seconds), **about)
 
     def _shuffler(self, entry: ShufflerEntry, address: str) -> Site:
+        nodes = len(self._deployment.nodes)
         config = {
             "listen": f"127.0.0.1:{entry.local_port}",
             "directory": "state",
@@ -199,14 +200,14 @@ class _Sites:
                 "authority": "keys/authority.pem",
                 "revoked": "revoked",
             },
-            "limits": {"streams": max(24, 4 * len(self._deployment.nodes))},
+            "limits": {"calls": max(256, 4 * nodes), "uploads": max(24, 2 * nodes)},
         }
         nginx = _template(
             "stream.conf",
             listen=_listen(entry.host),
             port=entry.port,
             local_port=entry.local_port,
-            most=max(LEAST_CONNECTIONS, 2 * len(self._deployment.nodes)),
+            most=max(LEAST_CONNECTIONS, 2 * nodes),
         )
         plan = self._experiment.plan
         text = _toml(

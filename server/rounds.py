@@ -51,7 +51,7 @@ from shufl.shuffler import (
     model_digest,
 )
 from shufl.shuffler.wire.errors import Closed
-from shufl.shuffler.wire.retries import Retries
+from shufl.shuffler.wire.connection import Retries
 from shufl.trained import frozen_digest, sent
 
 _T = TypeVar("_T")
