@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE =  # else each of the tests' hundreds of processes compiles all modules anew
 
-.PHONY: run test nightly year soak check collected lint site experiments bench load timing proto lock mnist clean
+.PHONY: run test nightly year soak check collected coverage lint site experiments bench load timing proto lock mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -29,6 +29,12 @@ check: .venv/ready lint  ## lint, types and the fast tests: what to run before a
 # Compiles the tests once, before several processes would; each of the two here has a processor.
 collected: .venv/ready
 	@$(BIN)/pytest --collect-only -qq > .venv/collected || { cat .venv/collected; exit 1; }
+
+coverage: .venv/ready  ## which lines of the rooms the fast tests run
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "not slow and not nightly"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered
 
 lint: .venv/ready
 	$(BIN)/ruff check .

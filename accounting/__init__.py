@@ -4,8 +4,11 @@ No privacy number is computed anywhere else. Each accountant says in `covers` fo
 datasets its ε holds; print it beside the number.
 
 The names of `__init__.pyi` are imported when they are first used, so that the shuffler can have
-`shufl.accounting.mechanisms` without the accountants and what they need.
+`shufl.protocol.mechanisms` without the accountants and what they need.
 """
+
+if __name__ != "shufl.accounting":
+    raise ImportError("this folder is a part of the package shufl: import shufl.accounting")
 
 import lazy_loader
 

@@ -7,7 +7,7 @@ user's report becomes the clipped zero vector: they differ by up to C, so σ = z
 
 from dp_accounting import NeighboringRelation
 
-from shufl.accounting import validation
+from shufl.protocol import validation
 
 ADJACENCIES: dict[str, NeighboringRelation] = {
     "replace": NeighboringRelation.REPLACE_ONE,

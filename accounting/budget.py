@@ -5,10 +5,10 @@ import functools
 from typing import Any
 
 from shufl.accounting.calibration import most_rounds
-from shufl.accounting.events import Shuffled
 from shufl.accounting.ledger import Ledger
 from shufl.accounting.plan import PrivacyPlan
 from shufl.accounting.registry import ACCOUNTANTS, accountants_of_kind, make_accountant
+from shufl.protocol.events import Shuffled
 
 
 class PrivacyBudget:

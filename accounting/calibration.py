@@ -18,14 +18,9 @@ from typing import Any
 import numpy as np
 import scipy  # scipy.optimize is imported when it is first used: it takes half a second
 
-from shufl.accounting.mechanisms import (
-    GaussianMechanism,
-    LdpSgd,
-    RandomisedResponse,
-    least_delta,
-)
-from shufl.accounting.plan import LEAST_RATE, MOST_BLANKETS, Plan
-from shufl.accounting.validation import ConfigError
+from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse, least_delta
+from shufl.protocol.plan import LEAST_RATE, MOST_BLANKETS, Plan
+from shufl.protocol.validation import ConfigError
 
 _PRECISION = 1e-3  # relative, of continuous answers
 _MOST_STEPS = 30

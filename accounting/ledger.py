@@ -1,8 +1,8 @@
 """The ledger: one durable line per round, on disk before the round is broadcast.
 
-A hash chain of JSON lines (`shufl.accounting.chain`), so that a change anywhere but at the end is
-found. The first line holds the run's id and its plan, which says what every round spends, so that
-any accountant can price the run again; each further line holds a round.
+A hash chain of JSON lines (`shufl.protocol.hash_chain`), so that a change anywhere but at the end
+is found. The first line holds the run's id and its plan, which says what every round spends, so
+that any accountant can price the run again; each further line holds a round.
 
 A crash can only over-count: a last line that was cut short counts as a spent round, though that
 round was never broadcast. Continuing a ledger rewrites such a line as a whole one.
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shufl.accounting import chain, validation
 from shufl.accounting.plan import PrivacyPlan
+from shufl.protocol import hash_chain, validation
 
 FORMAT = 3
 _LOCK_TRIES, _LOCK_SECONDS = 10, 0.01
@@ -61,11 +61,11 @@ class _Parsed(NamedTuple):
 
 
 def _parse(data: bytes, path: Path) -> _Parsed:
-    lines, torn = chain.split(data)
+    lines, torn = hash_chain.split(data)
     if torn:
         lines.append(torn)
     try:
-        header, check = chain.decode(lines[0] if lines else b"", chain.START)
+        header, check = hash_chain.decode(lines[0] if lines else b"", hash_chain.START)
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']!r} is not {FORMAT}")
         plan = PrivacyPlan.from_json(json.dumps(header["plan"]))
@@ -76,7 +76,7 @@ def _parse(data: bytes, path: Path) -> _Parsed:
     last_round = 0
     for number, line in enumerate(lines[1:], start=2):
         try:
-            body, check_here = chain.decode(line, check)
+            body, check_here = hash_chain.decode(line, check)
             entry = _entry(body, content.plan, last_round)
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
@@ -107,7 +107,7 @@ def _next_round(plan: PrivacyPlan, number: int, last_round: int) -> int:
 def _cut_short(line: bytes, check: str, plan: PrivacyPlan, last_round: int) -> LedgerEntry:
     """What a torn last line counts as: itself if only its end is missing, else the next round."""
     try:
-        entry = _entry(chain.decode(line + b"\n", check)[0], plan, last_round)
+        entry = _entry(hash_chain.decode(line + b"\n", check)[0], plan, last_round)
     except (ValueError, KeyError, TypeError):
         return LedgerEntry(last_round + 1, True, {})
     return entry._replace(interrupted=True)
@@ -147,15 +147,15 @@ class Ledger:
         """
         path = Path(path)
         header = {"format": FORMAT, "plan": json.loads(plan.to_json()), "run_id": run_id}
-        line, check = chain.encode(header, chain.START)
+        line, check = hash_chain.encode(header, hash_chain.START)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             with contextlib.ExitStack() as undo:
                 undo.callback(path.unlink, missing_ok=True)
                 undo.callback(os.close, descriptor)
                 _lock(descriptor)
-                chain.append(descriptor, line)
-                chain.sync_directory(path.parent)
+                hash_chain.append(descriptor, line)
+                hash_chain.sync_directory(path.parent)
                 undo.pop_all()
         except FileExistsError:
             raise LedgerError(f"ledger {path} exists already: open it to continue") from None
@@ -255,9 +255,9 @@ class Ledger:
         entry = LedgerEntry(number, False, note or {})
         if self._failed:
             raise LedgerError(f"ledger {self.path} failed or was closed: it takes no more rounds")
-        line, check = chain.encode(entry._asdict(), self._check)
+        line, check = hash_chain.encode(entry._asdict(), self._check)
         try:
-            chain.append(self._descriptor, line)
+            hash_chain.append(self._descriptor, line)
         except OSError as error:
             self._failed = True
             left = "nothing of it was kept"
@@ -272,9 +272,9 @@ class Ledger:
 
     def _repair(self, entry: LedgerEntry, start: int) -> None:
         """Writes a torn line anew in its own place: if that fails too, its remains still count."""
-        line, check = chain.encode(entry._asdict(), self._check)
+        line, check = hash_chain.encode(entry._asdict(), self._check)
         os.lseek(self._descriptor, start, os.SEEK_SET)
-        chain.write_all(self._descriptor, line)
+        hash_chain.write_all(self._descriptor, line)
         os.ftruncate(self._descriptor, start + len(line))
         os.fsync(self._descriptor)
         self._check = check

@@ -6,7 +6,6 @@ and its name in `plan.AccountantName`.
 """
 
 from shufl.accounting import adjacency as adjacency_lib
-from shufl.accounting import validation
 from shufl.accounting.accountants.base import ShuffleAccountant
 from shufl.accounting.accountants.blanket import BlanketAccountant
 from shufl.accounting.accountants.crowd import CrowdAccountant
@@ -14,7 +13,8 @@ from shufl.accounting.accountants.local import LocalAccountant
 from shufl.accounting.accountants.pld import PldAccountant
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant, Theorem3Accountant
 from shufl.accounting.accountants.sums import SumCentralAccountant, SumDistributedAccountant
-from shufl.accounting.events import Allocation, Shuffled, Summed
+from shufl.protocol import validation
+from shufl.protocol.events import Allocation, Shuffled, Summed
 
 ACCOUNTANTS: dict[str, type[ShuffleAccountant]] = {
     cls.name: cls

@@ -16,10 +16,10 @@ from shufl.accounting.calibration import (
     least_noise,
     most_rounds,
 )
-from shufl.accounting.digits import rounded_up
-from shufl.accounting.mechanisms import MECHANISMS, RandomisedResponse
 from shufl.accounting.plan import OpenPlan, PrivacyPlan
 from shufl.accounting.registry import ACCOUNTANTS, check_accountant
+from shufl.protocol.mechanisms import MECHANISMS, RandomisedResponse
+from shufl.protocol.rounding import rounded_up
 
 _LOG = logging.getLogger(__name__)
 _NOISE, _LOCAL, _BLANKETS = "noise_multiplier", "local_epsilon", "shuffler_blankets"

@@ -14,10 +14,10 @@ import numpy as np
 from rich.table import Table
 
 from shufl import accounting
-from shufl.accounting import CheckIn, GaussianMechanism, Shuffled
 from shufl.accounting.accountants.base import ShuffleAccountant
 from shufl.accounting.adjacency import ADJACENCIES
-from shufl.simulator.console import Console
+from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
+from shufl.protocol.console import Console
 
 NAMES = "theorem3", "rdp", "pld", "crowd", "blanket", "local"
 

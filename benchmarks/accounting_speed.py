@@ -23,11 +23,11 @@ from typing import Any
 import dp_accounting
 from rich.table import Table
 
-from shufl import accounting
+from shufl import accounting, protocol
 from shufl.accounting.numerics import moments
 from shufl.accounting.numerics import renyi as rdp_bounds
-from shufl.simulator.console import Console
-from shufl.simulator.tables import epsilon_text
+from shufl.protocol.console import Console
+from shufl.results.tables import epsilon_text
 
 RATE, NOISE, SIGMA = 0.1, 5.0, 5.0
 MANY = 10**9
@@ -39,8 +39,8 @@ def an_event(accountant: Any, users: int) -> Any:
     None: it prices no check-in round.
     """
     for blankets in (0.0, min(0.2 * RATE * users, 1e7)):
-        mechanism = accounting.GaussianMechanism(noise_multiplier=NOISE)
-        event = accounting.Shuffled(users, accounting.CheckIn(RATE), mechanism, blankets)
+        mechanism = protocol.GaussianMechanism(noise_multiplier=NOISE)
+        event = protocol.Shuffled(users, protocol.CheckIn(RATE), mechanism, blankets)
         if accountant.supports(event):
             return event
     return None

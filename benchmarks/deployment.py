@@ -25,7 +25,7 @@ from pathlib import Path
 from shufl.deploy.plan import Deployment, NodeEntry, ServerEntry, ShufflerEntry
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.submit import run_on
-from shufl.simulator.config import load
+from shufl.learning.config import load
 
 RUN = """
 name = "digits"

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from shufl.accounting import Ledger, PrivacyPlan, accountants_for
-from shufl.simulator.config import load
-from shufl.simulator.plots import plot_score_epsilon
-from shufl.simulator.records import read_rows
-from shufl.simulator.tables import epsilon_text
+from shufl.learning.config import load
+from shufl.results.plots import plot_score_epsilon
+from shufl.results.rows import read_rows
+from shufl.results.tables import epsilon_text
 
 PUBLISHED_ACCURACY = 80
 

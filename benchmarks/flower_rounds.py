@@ -23,15 +23,15 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from rich.table import Table
 
-from shufl.accounting.mechanisms import SeededRandomness
-from shufl.clients import local_update, user_updates
-from shufl.simulator.config import load
-from shufl.simulator.console import Console
+from shufl.learning import local_update, user_updates
+from shufl.learning.config import load
+from shufl.protocol.console import Console
+from shufl.protocol.mechanisms import SeededRandomness
+from shufl.results.experiment import Experiment, prepare
+from shufl.results.rows import read_rows
+from shufl.results.run import Run
 from shufl.simulator.engines.base import running_ray
 from shufl.simulator.engines.flower import run_on_flower
-from shufl.simulator.experiment import Experiment, prepare
-from shufl.simulator.records import read_rows
-from shufl.simulator.run import Run
 
 _loaded: dict[str, tuple] = {}
 

@@ -33,21 +33,14 @@ from other_bounds import (
     strong_composition,
     variation_ratio_delta,
 )
-from shufl.accounting import (
-    CheckIn,
-    CrowdAccountant,
-    GaussianMechanism,
-    PldAccountant,
-    RandomisedResponse,
-    Shuffled,
-    adjacency,
-)
+from shufl.accounting import CrowdAccountant, PldAccountant, adjacency
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.renyi import epsilon_from_rdp
 from shufl.accounting.peers.comparisons import composed_epsilon
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
 from shufl.accounting.peers.signs import blanket_share, clones_delta, randomised_response_delta
-from shufl.simulator.plots import draw
+from shufl.protocol import CheckIn, GaussianMechanism, RandomisedResponse, Shuffled
+from shufl.results.plots import draw
 
 ORDERS = np.arange(2.0, 400.0)
 

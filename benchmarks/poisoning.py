@@ -33,8 +33,12 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from shufl.accounting import Ledger
-from shufl.accounting.mechanisms import clip, to_normals
-from shufl.clients import Announcement, ClientSettings, Node, UserRecords, user_updates
+from shufl.clients import Announcement, ClientSettings, Node
+from shufl.learning import UserRecords, user_updates
+from shufl.learning.config import load
+from shufl.protocol.console import Console
+from shufl.protocol.mechanisms import clip, to_normals
+from shufl.results.experiment import Experiment, prepare
 from shufl.server import (
     MakeAggregator,
     Mean,
@@ -54,9 +58,6 @@ from shufl.shuffler import (
     report_length,
     sealed_length,
 )
-from shufl.simulator.config import load
-from shufl.simulator.console import Console
-from shufl.simulator.experiment import Experiment, prepare
 from spectral_filter import SpectralFilter
 
 ATTACKS = {

@@ -15,10 +15,11 @@ import numpy as np
 import scipy
 from dp_accounting.rdp import compute_epsilon
 
-from shufl.accounting import CheckIn, GaussianMechanism, Shuffled, price
+from shufl.accounting import price
 from shufl.accounting.numerics import renyi
-from shufl.simulator.plots import draw, style_of
-from shufl.simulator.tables import epsilon_text
+from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
+from shufl.results.plots import draw, style_of
+from shufl.results.tables import epsilon_text
 
 USERS, SIGMA, LARGEST_ORDER = 60_000, 9.48, 30
 RATE, TRAINING_SIGMA, ROUNDS = 0.1, 5.0, 5540

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from shufl.accounting.mechanisms import make_randomness
-from shufl.simulator.config import load
-from shufl.simulator.console import Console
+from shufl.learning.config import load
+from shufl.protocol.console import Console
+from shufl.protocol.mechanisms import make_randomness
+from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
-from shufl.simulator.experiment import prepare
 
 
 def measure(

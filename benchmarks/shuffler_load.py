@@ -41,8 +41,9 @@ from pathlib import Path
 
 import grpc
 
-from shufl.accounting import GaussianMechanism, PrivacyPlan
+from shufl.accounting import PrivacyPlan
 from shufl.deploy.provision import LEAST_CONNECTIONS
+from shufl.protocol import GaussianMechanism
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,

@@ -38,8 +38,9 @@ from pathlib import Path
 
 import grpc
 
-from shufl.accounting import GaussianMechanism, PrivacyPlan
-from shufl.accounting.mechanisms import most_blankets
+from shufl.accounting import PrivacyPlan
+from shufl.protocol import GaussianMechanism
+from shufl.protocol.mechanisms import most_blankets
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shufl.accounting import GaussianMechanism, PrivacyPlan
-from shufl.accounting.mechanisms import SystemRandomness
-from shufl.accounting.mechanisms.summed import masked, new_seed, whole_noise
+from shufl.accounting import PrivacyPlan
+from shufl.protocol import GaussianMechanism
+from shufl.protocol.mechanisms import SystemRandomness
+from shufl.protocol.mechanisms.summed import masked, new_seed, whole_noise
 from shufl.server import Mean, aggregate_reports
 from shufl.server.aggregate import aggregate_sum
 from shufl.shuffler import (

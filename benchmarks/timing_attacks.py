@@ -44,19 +44,15 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
 from scipy import stats
 
-from shufl.accounting import GaussianMechanism, PrivacyPlan
-from shufl.accounting.mechanisms import most_blankets
-from shufl.accounting.plan import Window
-from shufl.clients import (
-    ClientSettings,
-    LocalTraining,
-    UserRecords,
-    device_node,
-    load_device,
-    serve_device,
-    worker,
-)
+from shufl.accounting import PrivacyPlan
+from shufl.clients import ClientSettings, device_node, load_device, serve_device, worker
 from shufl.clients.worker import Worker
+from shufl.learning import LocalTraining, UserRecords
+from shufl.learning.models import build_model
+from shufl.learning.tasks import Form
+from shufl.protocol import GaussianMechanism
+from shufl.protocol.mechanisms import most_blankets
+from shufl.protocol.plan import Window
 from shufl.shuffler import (
     ControlClient,
     Credentials,
@@ -67,8 +63,6 @@ from shufl.shuffler import (
     report_length,
     sealed_length,
 )
-from shufl.simulator.models import build_model
-from shufl.simulator.tasks import Form
 
 RECORDS = {"few": 20, "many": 2000}
 SHAPE, CLASSES, BLANKETS = (1, 28, 28), 10, 5.0
@@ -117,7 +111,7 @@ def serve(
             changes.send(None)
 
     device_node.Worker = Changing
-    own = "grpc", "flwr.app", "scipy.stats", "shufl.simulator.models", worker.__name__
+    own = "grpc", "flwr.app", "scipy.stats", "shufl.learning.models", worker.__name__
     worker._PROCESSES.set_forkserver_preload([*own])  # a child imports this file too
     threading.Thread(target=change, daemon=True).start()
     never = threading.Event()

@@ -21,10 +21,10 @@ import torch
 from rich.table import Table
 
 import shufl
-from shufl.simulator.config import Config, load
-from shufl.simulator.console import Console
-from shufl.simulator.data.datasets import load_dataset
-from shufl.simulator.experiment import prepare
+from shufl.learning.config import Config, load
+from shufl.learning.data.datasets import load_dataset
+from shufl.protocol.console import Console
+from shufl.results.experiment import prepare
 from vectorised import measure
 
 MODELS = {"logistic-regression": {}, "mlp": {"hidden": 64}, "small-cnn": {}}

@@ -41,15 +41,15 @@ import torch
 from rich.table import Table
 from torch.nn import functional
 
-from shufl.accounting.mechanisms import SeededRandomness
-from shufl.simulator.config import Config, load
-from shufl.simulator.console import Console
+from shufl.learning.config import Config, load
+from shufl.learning.trial import exact_float32
+from shufl.protocol.console import Console
+from shufl.protocol.mechanisms import SeededRandomness
+from shufl.results.experiment import Experiment, prepare
+from shufl.results.rows import read_rows
+from shufl.results.run import Run
 from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
-from shufl.simulator.experiment import Experiment, prepare
-from shufl.simulator.records import read_rows
-from shufl.simulator.run import Run
-from shufl.simulator.trial import exact_float32
 
 _PAUSE_SECONDS = 0.3  # OpenMP's threads spin for a while after their work
 _TURN_SECONDS = 0.5

@@ -2,11 +2,14 @@
 
 `make_client_app` gives the Flower ClientApp of a simulation, `serve_device` the process of a
 deployed node; the rest are their parts, each usable alone. Coins and the noisy report itself are in
-`shufl.accounting.mechanisms`.
+`shufl.protocol.mechanisms`.
 
 The names of `__init__.pyi` are imported when they are first used, so that the deployed ClientApp
 (`shufl.clients.relay`) starts without torch.
 """
+
+if __name__ != "shufl.clients":
+    raise ImportError("this folder is a part of the package shufl: import shufl.clients")
 
 import lazy_loader
 

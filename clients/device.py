@@ -28,17 +28,11 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from shufl import accounting
-from shufl.accounting.digits import rounded_up
-from shufl.accounting.mechanisms import new_allocation_key
-from shufl.accounting.plan import (
-    ON_THEIR_OWN,
-    AccountantName,
-    Adjacency,
-    CheckInRate,
-    Plan,
-    PrivacyPlan,
-)
-from shufl.accounting.validation import (
+from shufl.accounting.plan import PrivacyPlan
+from shufl.protocol.mechanisms import new_allocation_key
+from shufl.protocol.plan import ON_THEIR_OWN, AccountantName, Adjacency, CheckInRate, Plan
+from shufl.protocol.rounding import rounded_up
+from shufl.protocol.validation import (
     Checked,
     Count,
     NotNegative,

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shufl.accounting.mechanisms import Randomness
-from shufl.accounting.mechanisms.summed import SEED_BYTES
 from shufl.clients.device import RoundRefused
 from shufl.clients.node import Node, PreparedRound
 from shufl.clients.settings import ClientSettings
 from shufl.clients.worker import DONE, FAILED, Worker
+from shufl.protocol.mechanisms import Randomness
+from shufl.protocol.mechanisms.summed import SEED_BYTES
 from shufl.shuffler import RoundHeader, ShufflerError, generate_key_pair
 from shufl.shuffler.wire.seeds import seal_seed
 

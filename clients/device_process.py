@@ -24,13 +24,13 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
-from shufl.accounting.lines import one_line
 from shufl.clients.app import ANSWERS
 from shufl.clients.device import RoundRefused
 from shufl.clients.device_node import DeviceNode
 from shufl.clients.relay import SERVICE
 from shufl.clients.settings import ClientSettings
-from shufl.trained import sent
+from shufl.learning.trained import sent
+from shufl.protocol.text import one_line
 
 log = logging.getLogger(__name__)
 

@@ -16,18 +16,19 @@ from flwr.app import ArrayRecord
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from shufl.accounting.mechanisms import (
+from shufl.clients.device import DeviceLedger, RoundRefused
+from shufl.clients.settings import ClientSettings
+from shufl.learning.trained import frozen_digest, sent
+from shufl.learning.work import ERRORS, Records, Work
+from shufl.protocol.mechanisms import (
     Randomness,
     allocated,
     make_randomness,
     simulated_allocation_key,
 )
-from shufl.accounting.mechanisms.summed import masked, new_seed, whole_noise, whole_update
-from shufl.accounting.plan import shuffler_of
-from shufl.accounting.validation import Seconds
-from shufl.clients.device import DeviceLedger, RoundRefused
-from shufl.clients.settings import ClientSettings
-from shufl.clients.work import ERRORS, Records, Work
+from shufl.protocol.mechanisms.summed import masked, new_seed, whole_noise, whole_update
+from shufl.protocol.plan import shuffler_of
+from shufl.protocol.validation import Seconds
 from shufl.shuffler import (
     Credentials,
     IntakeClient,
@@ -42,7 +43,6 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.wire.sealing import is_of
 from shufl.shuffler.wire.seeds import seal_seed
-from shufl.trained import frozen_digest, sent
 
 log = logging.getLogger(__name__)
 

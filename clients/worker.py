@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from shufl.accounting.digits import rounded_up
-from shufl.accounting.plan import Window
-from shufl.clients.settings import LocalTraining, UserRecords
-from shufl.clients.work import Records, Work, raised
-from shufl.trained import dimension, sent
+from shufl.learning.local_training import LocalTraining, UserRecords
+from shufl.learning.trained import dimension, sent
+from shufl.learning.work import Records, Work, raised
+from shufl.protocol.plan import Window
+from shufl.protocol.rounding import rounded_up
 
 TO_DO, AT_WORK, DONE, FAILED = range(4)
 """How far a user's update is."""

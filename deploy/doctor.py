@@ -18,19 +18,20 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from shufl.accounting import rounds_within_budget, shuffler_of
-from shufl.accounting.validation import read_toml
+from shufl.accounting import rounds_within_budget
 from shufl.clients.device import RunOffered, read_device, runs_of
 from shufl.deploy.plan import LONGEST_SOCKET
 from shufl.deploy.sites import NodeSite, ServerSite, flower_connection, load_site, role_of
 from shufl.deploy.status import ask_health
+from shufl.learning.config import load
+from shufl.learning.section import one_line
+from shufl.protocol import shuffler_of
+from shufl.protocol.validation import read_toml
 from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import read_certificate, renew_from
 from shufl.shuffler.wire.channel import parse_address
-from shufl.simulator.config import load
-from shufl.simulator.section import one_line
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
 _LEAST_FREE = 10**9

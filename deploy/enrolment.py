@@ -19,9 +19,9 @@ import tomli_w
 
 from shufl.deploy.acts import LOG_FILE, note
 from shufl.deploy.plan import Deployment
+from shufl.learning.section import ConfigError
 from shufl.shuffler.callers import Role, fingerprint_of
 from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from, replace_file
-from shufl.simulator.section import ConfigError
 
 Approve = Callable[[str, str], bool]
 """Given a key's name and SHA-256, says whether its party has read out the same SHA-256."""

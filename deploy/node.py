@@ -14,26 +14,27 @@ import numpy as np
 import torch
 
 from shufl.accounting import PrivacyPlan
-from shufl.clients import ClientSettings, UserRecords, load_device
+from shufl.clients import ClientSettings, load_device
 from shufl.clients.worker import Worker
 from shufl.deploy.sites import NodeSite, check_cover
-from shufl.shuffler import message_length
-from shufl.simulator.config import Config, load
-from shufl.simulator.data.datasets import outside, wrong_tensor
-from shufl.simulator.data.features import map_records
-from shufl.simulator.data.files import RecordFile, tensor_of
-from shufl.simulator.data.users import spaced, where
-from shufl.simulator.experiment import (
+from shufl.learning import UserRecords
+from shufl.learning.config import Config, load
+from shufl.learning.configured import (
     check_model_size,
     local_training,
     model_maker,
     plan_of,
     records_loader,
 )
-from shufl.simulator.section import READERS_ERRORS, ConfigError, find, one_line, readers_code
-from shufl.simulator.tasks import TYPES, Form
-from shufl.simulator.trial import try_users
-from shufl.trained import dimension
+from shufl.learning.data.datasets import outside, wrong_tensor
+from shufl.learning.data.features import map_records
+from shufl.learning.data.files import RecordFile, tensor_of
+from shufl.learning.data.users import spaced, where
+from shufl.learning.section import READERS_ERRORS, ConfigError, find, one_line, readers_code
+from shufl.learning.tasks import TYPES, Form
+from shufl.learning.trained import dimension
+from shufl.learning.trial import try_users
+from shufl.shuffler import message_length
 
 log = logging.getLogger(__name__)
 

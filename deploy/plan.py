@@ -10,10 +10,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from shufl.accounting import shuffler_of
-from shufl.accounting.validation import Count, Positive, Seconds
+from shufl.learning.section import Section
+from shufl.protocol import shuffler_of
+from shufl.protocol.validation import Count, Positive, Seconds
 from shufl.shuffler.config import Limits
-from shufl.simulator.section import Section
 
 Name = Annotated[
     str,

@@ -17,8 +17,6 @@ from typing import Any
 import tomli_w
 
 from shufl.accounting import PrivacyPlan
-from shufl.accounting.digits import rounded_down
-from shufl.accounting.plan import AccountantName
 from shufl.clients import DeviceLimits
 from shufl.clients.device import RunOffered
 from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolled, Enrolment
@@ -34,12 +32,14 @@ from shufl.deploy.plan import (
 )
 from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.sites import ServerSite
+from shufl.learning.config import dumps, load
+from shufl.learning.data.features import data_digest
+from shufl.learning.section import ConfigError, is_carried
+from shufl.protocol.plan import AccountantName
+from shufl.protocol.rounding import rounded_down
+from shufl.results.experiment import Experiment
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import replace_file
-from shufl.simulator.config import dumps, load
-from shufl.simulator.data.features import data_digest
-from shufl.simulator.experiment import Experiment
-from shufl.simulator.section import ConfigError, is_carried
 
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 

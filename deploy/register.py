@@ -23,9 +23,9 @@ from shufl.deploy.sites import (
     flower_connection,
     load_site,
 )
+from shufl.learning.section import one_line
+from shufl.results.engine import EngineFailed
 from shufl.shuffler.keys import replace_file
-from shufl.simulator.engines import EngineFailed
-from shufl.simulator.section import one_line
 
 
 def register(site_path: Path) -> Iterator[str]:

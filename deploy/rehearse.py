@@ -28,10 +28,10 @@ from shufl.deploy.plan import (
 from shufl.deploy.provision import provision
 from shufl.deploy.register import register
 from shufl.deploy.submit import run_on
+from shufl.learning.config import load
+from shufl.learning.section import ConfigError
+from shufl.results.engine import EngineFailed
 from shufl.shuffler.keys import Request, make_flower_key
-from shufl.simulator.config import load
-from shufl.simulator.engines import EngineFailed
-from shufl.simulator.section import ConfigError
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 10.0

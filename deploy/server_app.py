@@ -25,7 +25,6 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.accounting import Ledger, LedgerError
-from shufl.accounting.plan import Times
 from shufl.deploy.sites import (
     CONSOLE_FILE,
     OUTCOME_FILE,
@@ -34,6 +33,16 @@ from shufl.deploy.sites import (
     check_cover,
     load_site,
 )
+from shufl.learning.config import Config
+from shufl.learning.configured import check_model_size
+from shufl.learning.data.features import check_digest
+from shufl.learning.section import ConfigError, make_importable, one_line
+from shufl.protocol.console import Console
+from shufl.protocol.logs import logs_to
+from shufl.protocol.plan import Times
+from shufl.results.experiment import Experiment, prepare
+from shufl.results.rows import MetricsError
+from shufl.results.run import Run
 from shufl.server import (
     CheckpointError,
     Observe,
@@ -45,14 +54,6 @@ from shufl.server import (
     save_atomically,
 )
 from shufl.shuffler import ShufflerError
-from shufl.simulator.config import Config
-from shufl.simulator.console import Console
-from shufl.simulator.data.features import check_digest
-from shufl.simulator.engines.base import logs_to
-from shufl.simulator.experiment import Experiment, check_model_size, prepare
-from shufl.simulator.records import MetricsError
-from shufl.simulator.run import Run
-from shufl.simulator.section import ConfigError, make_importable, one_line
 
 atexit.register(gc.freeze)  # as in `shufl` itself
 

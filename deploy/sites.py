@@ -7,11 +7,11 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from shufl.accounting.validation import Count, Positive, Seconds, read_toml
-from shufl.server import AgreedNode
+from shufl.learning.section import ConfigError, Section, read_file
+from shufl.protocol import AgreedNode
+from shufl.protocol.validation import Count, Positive, Seconds, read_toml
 from shufl.shuffler import Credentials
 from shufl.shuffler.wire.channel import check_address, parse_address
-from shufl.simulator.section import ConfigError, Section, read_file
 
 CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
 """In a run folder: what is printed; how the run ended; asks it to end."""

@@ -12,13 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shufl.accounting import Ledger, LedgerError, rounds_within_budget
 from shufl.deploy.sites import OUTCOME_FILE, ServerSite
-from shufl.server.words import NODES_FILE
+from shufl.learning.section import ConfigError
+from shufl.protocol.outcomes import NODES_FILE
+from shufl.results.rows import read_run
+from shufl.results.tables import last_doubt, scores_of
 from shufl.shuffler import Credentials
 from shufl.shuffler.wire.connection import Connection
 from shufl.shuffler.wire.errors import ShufflerError
-from shufl.simulator.records import read_run
-from shufl.simulator.section import ConfigError
-from shufl.simulator.tables import last_doubt, scores_of
 
 _LATELY = 5  # rounds whose time says how long the rest will take
 _SECONDS = 5.0  # for a shuffler to answer

@@ -27,12 +27,13 @@ from shufl.deploy.sites import (
     ServerSite,
     load_site,
 )
+from shufl.learning.config import Config
+from shufl.learning.section import ConfigError, one_line
+from shufl.results.engine import EngineFailed
+from shufl.results.interrupts import interrupts
+from shufl.results.rows import read_rows
+from shufl.results.run import config_of, make_folder
 from shufl.server import MOST_IN_VAIN, RoundFailed
-from shufl.simulator.config import Config
-from shufl.simulator.engines import EngineFailed, interrupts
-from shufl.simulator.records import read_rows
-from shufl.simulator.run import config_of, make_folder
-from shufl.simulator.section import ConfigError, one_line
 
 # The Flower app: no code, but the names of two modules that are installed where they run.
 _APP = Path(__file__).with_name("flower_app")

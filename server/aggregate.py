@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shufl.accounting.mechanisms.summed import (
-    mask,
-    signed,
-    steps_of_sums,
-    unit_of_sums,
-    whole_noise,
-)
+from shufl.protocol.mechanisms.summed import mask, signed, steps_of_sums, unit_of_sums, whole_noise
 from shufl.shuffler import (
     PrivateKey,
     RejectReason,

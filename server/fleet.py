@@ -15,11 +15,11 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from shufl.accounting import shuffler_of
-from shufl.accounting.plan import Mixing
+from shufl.protocol import shuffler_of
+from shufl.protocol.outcomes import NODES_FILE, AgreedNode
+from shufl.protocol.plan import Mixing
 from shufl.server.broadcast import Exchange, greet, pause_after
 from shufl.server.settings import NodeFailed, RoundFailed, ServerSettings
-from shufl.server.words import NODES_FILE, AgreedNode
 from shufl.shuffler.wire.seeds import SUM_VERSION
 
 log = logging.getLogger(__name__)

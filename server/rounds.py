@@ -16,7 +16,9 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from torch import nn
 
-from shufl.accounting.mechanisms import make_randomness
+from shufl.learning.trained import frozen_digest, sent
+from shufl.protocol.mechanisms import make_randomness
+from shufl.protocol.outcomes import RoundOutcome
 from shufl.server.aggregate import (
     Aggregate,
     Expected,
@@ -35,7 +37,6 @@ from shufl.server.settings import (
     ServerSettings,
 )
 from shufl.server.training import Observe, PlayedRound, Training
-from shufl.server.words import RoundOutcome
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -50,9 +51,8 @@ from shufl.shuffler import (
     message_length,
     model_digest,
 )
-from shufl.shuffler.wire.errors import Closed
 from shufl.shuffler.wire.connection import Retries
-from shufl.trained import frozen_digest, sent
+from shufl.shuffler.wire.errors import Closed
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)

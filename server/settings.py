@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shufl.accounting import Ledger, PrivacyPlan
+from shufl.learning.evaluation import Measure
+from shufl.learning.trained import trained
+from shufl.protocol.outcomes import AgreedNode, Schedule, StoppedBy
 from shufl.server.aggregate import MakeAggregator, Mean
 from shufl.server.checkpoint import Checkpoint
-from shufl.server.evaluation import Measure
-from shufl.server.words import AgreedNode, Schedule, StoppedBy
 from shufl.shuffler import AnyCredentials, Sealing
-from shufl.trained import trained
 
 
 class RoundFailed(RuntimeError):

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from shufl.accounting import PrivacyBudget
+from shufl.learning.evaluation import evaluate
+from shufl.learning.trained import dimension, load_sent, sent
+from shufl.protocol.outcomes import RoundOutcome, RoundRecord, StoppedBy
 from shufl.server.aggregate import Aggregate
 from shufl.server.checkpoint import Checkpoint, tensor_bytes
 from shufl.server.checkpoint_file import save_atomically
-from shufl.server.evaluation import evaluate
 from shufl.server.settings import RoundFailed, RunEnd, TrainingSettings
-from shufl.server.words import RoundOutcome, RoundRecord, StoppedBy
 from shufl.shuffler import model_digest
-from shufl.trained import dimension, load_sent, sent
 
 _MODEL = "model_digest"  # of the model a round was played with, in its ledger line
 

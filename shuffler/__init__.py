@@ -7,6 +7,9 @@ the server (`ControlClient`, `ReportOpener`) in an order that says nothing.
 The names of `__init__.pyi` are imported when they are first used, as those of `accounting` are.
 """
 
+if __name__ != "shufl.shuffler":
+    raise ImportError("this folder is a part of the package shufl: import shufl.shuffler")
+
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

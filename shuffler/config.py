@@ -12,7 +12,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shufl.accounting.validation import Seconds, first_mistake, read_toml
+from shufl.protocol.validation import Seconds, first_mistake, read_toml
 from shufl.shuffler.keys import Credentials, read_certificate
 from shufl.shuffler.store.floor import Floor
 from shufl.shuffler.store.quota import Quota

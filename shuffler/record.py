@@ -2,7 +2,7 @@
 
 The shuffler appends a line when a server creates or ends a run, and when a round opens and ends.
 Whoever has kept a line's check value can tell whether the record was changed up to there
-(`shufl.accounting.chain`).
+(`shufl.protocol.hash_chain`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shufl.accounting import chain
+from shufl.protocol import hash_chain
 
 EVENTS: dict[str, dict[str, type]] = {
     "created": {"server": str, "plan": str, "report_bytes": int},
@@ -41,10 +41,10 @@ def verify(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 def verified(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The same, line by line: each is given when it is checked, and none is kept."""
-    check = chain.START
+    check = hash_chain.START
     for number, line in enumerate(lines, 1):
         try:
-            values, check = chain.decode(line.encode() + b"\n", check)
+            values, check = hash_chain.decode(line.encode() + b"\n", check)
             wanted = {"event": str, "run": str} | EVENTS[values["event"]]
             if {name: type(value) for name, value in values.items()} != wanted:
                 raise ValueError("other values than its event has")

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import typer
 
-from shufl.accounting.lines import one_line
-from shufl.accounting.mechanisms import make_randomness
+from shufl.protocol.mechanisms import make_randomness
+from shufl.protocol.text import one_line
 from shufl.shuffler.callers import Revoked
 from shufl.shuffler.config import ShufflerConfig, Tls, load_config
 from shufl.shuffler.keys import read_certificate

@@ -19,14 +19,16 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from shufl.accounting import PrivacyPlan, accountants_for, validation
+from shufl.accounting import PrivacyPlan, accountants_for
 from shufl.accounting.audit.attack import (
     AuditResult,
     ClaimCheck,
     delta_lower_bound,
 )
 from shufl.accounting.audit.placements import AttackedRound, Placement
-from shufl.clients import Announcement, ClientSettings, LocalTraining, Node, UserRecords
+from shufl.clients import Announcement, ClientSettings, Node
+from shufl.learning import LocalTraining, UserRecords
+from shufl.protocol import validation
 from shufl.server import Aggregate, Mean, aggregate_reports
 from shufl.server.aggregate import aggregate_sum
 from shufl.shuffler import (

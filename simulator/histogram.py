@@ -14,18 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shufl.accounting import (
-    ACCOUNTANTS,
-    OpenPlan,
-    PrivacyPlan,
-    RandomisedResponse,
-    calibrate,
-    unused_note,
-)
-from shufl.accounting.mechanisms import make_randomness
-from shufl.accounting.plan import AccountantName
-from shufl.simulator.data.files import no_column
-from shufl.simulator.data.users import looks, number_users, spelt
+from shufl.accounting import ACCOUNTANTS, OpenPlan, PrivacyPlan, calibrate, unused_note
+from shufl.learning.data.files import no_column
+from shufl.learning.data.users import looks, number_users, spelt
+from shufl.protocol import RandomisedResponse
+from shufl.protocol.mechanisms import make_randomness
+from shufl.protocol.plan import AccountantName
 
 _CONFIDENT = 1.959964  # standard errors of 95 %
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from shufl.accounting.audit.attack import clopper_pearson
-from shufl.accounting.mechanisms import SeededRandomness
 from shufl.clients import Node
+from shufl.protocol.mechanisms import SeededRandomness
 
 
 def delta_shown(worlds, log_ratio, epsilon):

@@ -12,16 +12,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 from rounds import make_plan
-from shufl.accounting.plan import Window
-from shufl.clients import (
-    Announcement,
-    ClientSettings,
-    DeviceLedger,
-    DeviceLimits,
-    LocalTraining,
-    make_client_app,
-)
+from shufl.clients import Announcement, ClientSettings, DeviceLedger, DeviceLimits, make_client_app
 from shufl.clients.device_node import Clock, DeviceNode
+from shufl.learning import LocalTraining
+from shufl.learning.trained import dimension, sent
+from shufl.protocol.plan import Window
 from shufl.shuffler import (
     Outcome,
     ReportOpener,
@@ -33,7 +28,6 @@ from shufl.shuffler import (
     model_digest,
     seal,
 )
-from shufl.trained import dimension, sent
 
 USERS, WIDTH = 12, 40
 DIMENSION = 2 * WIDTH + 2

@@ -18,7 +18,7 @@ from hypothesis import is_hypothesis_test, settings
 
 from ports import free_ports
 from run_world import ray_of_its_own
-from shufl import accounting
+from shufl import accounting, protocol
 from tiny_disk import in_memory
 from warm import flwr_command, run_code, warm_server, warm_sites
 
@@ -98,7 +98,7 @@ def _is_night(config: pytest.Config) -> bool:
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=_WITH_A_GPU)])
 def device(request):
     """Each device there is, where float32 is as exact as the engine has it."""
-    from shufl.simulator.trial import exact_float32
+    from shufl.learning.trial import exact_float32
 
     exact_float32()
     return request.param
@@ -115,7 +115,7 @@ def seeded(request):
 def warm_trials():
     """Has a trial of a model in another process be a fork; trials of commands are none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shufl.simulator.trial.subprocess", SimpleNamespace(run=run_code))
+        patch.setattr("shufl.learning.trial.subprocess", SimpleNamespace(run=run_code))
         yield
 
 
@@ -163,7 +163,7 @@ class FixedSizeOnly(accounting.LocalAccountant):
     """Refuses every round but one kind."""
 
     name = "fixed-size-only"
-    participations = (accounting.FixedSize,)
+    participations = (protocol.FixedSize,)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from shufl.deploy.node import agreed_plan
 from shufl.deploy.plan import Deployment, flower_environment
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.sites import FLOWER_FOLDER
-from shufl.simulator.config import load
+from shufl.learning.config import load
 from warm import Warm, play
 
 NAME = "wards"

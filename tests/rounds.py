@@ -3,7 +3,8 @@
 import attrs
 import numpy as np
 
-from shufl.accounting import CheckIn, FixedSize, GaussianMechanism, PrivacyPlan, Shuffled, Summed
+from shufl.accounting import PrivacyPlan
+from shufl.protocol import CheckIn, FixedSize, GaussianMechanism, Shuffled, Summed
 
 
 def check_in(users, rate, noise, blankets=0.0):

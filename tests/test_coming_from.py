@@ -19,7 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch.utils.data import DataLoader
 
 from shufl.accounting import ACCOUNTANTS
-from shufl.simulator.config import Config
+from shufl.learning.config import Config
 from test_docs import keys_of, rows_of, text_of
 
 PAGE = text_of("docs/coming-from.md")

@@ -18,10 +18,10 @@ from typer.main import get_command
 from shufl.accounting import ACCOUNTANTS, epsilon_table
 from shufl.accounting.budget import rounds_within_budget
 from shufl.cli.__main__ import app
-from shufl.simulator.config import Config, load
-from shufl.simulator.console import Console
-from shufl.simulator.experiment import prepare
-from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons
+from shufl.learning.config import Config, load
+from shufl.protocol.console import Console
+from shufl.results.experiment import prepare
+from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ROOT, ROOT / "docs", ROOT / "docs/theory"
@@ -59,7 +59,10 @@ def test_links_lead_to_files_and_headings_that_exist(page):
 
 @each_page
 def test_files_that_are_named_exist(page):
-    rooms = "accounting|benchmarks|clients|configs|server|shuffler|simulator|tests"
+    rooms = (
+        "accounting|benchmarks|clients|configs|deploy|learning|protocol|results|server|shuffler"
+        "|simulator|tests"
+    )
     named = re.findall(rf"\b((?:{rooms})/[\w/]+\.(?:py|toml|proto))\b", text_of(page))
     for name in named:
         assert (ROOT / name).is_file(), name

@@ -204,7 +204,7 @@ def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(wh
     [
         ("node", "shufl.deploy.node, shufl.clients.relay"),
         *by_night(
-            ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.simulator.pages")
+            ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.results.pages")
         ),
     ],
 )
@@ -229,14 +229,25 @@ def test_a_site_s_doctor_is_content_with_its_extra(wheel, extra, modules, tmp_pa
 def test_a_wheel_has_the_code_and_what_it_reads_and_nothing_else(copy, wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    rooms = "accounting", "clients", "configs", "deploy", "server", "shuffler", "simulator"
+    rooms = (
+        "accounting",
+        "clients",
+        "configs",
+        "deploy",
+        "learning",
+        "protocol",
+        "results",
+        "server",
+        "shuffler",
+        "simulator",
+    )
     code = [f"{room}/**/*{suffix}" for room in rooms for suffix in (".py", ".pyi", ".proto")]
-    read = ["configs/**/*.toml", "deploy/templates/*", "deploy/flower_app/*", "simulator/page.*"]
+    read = ["configs/**/*.toml", "deploy/templates/*", "deploy/flower_app/*", "results/page.*"]
     expected = {
         f"shufl/{path.relative_to(copy)}" for form in code + read for path in copy.glob(form)
     }
     expected |= {f"shufl/cli/{path.name}" for path in (copy / "src/shufl/cli").glob("*.py")}
-    front = {"__init__.py", "__init__.pyi", "api.py", "imports.py", "py.typed", "trained.py"}
+    front = {"__init__.py", "__init__.pyi", "api.py", "py.typed"}
     assert names == expected | {f"shufl/{name}" for name in front}
 
 

@@ -3,13 +3,8 @@
 Accountants keep prices: a process that has them begins with much of the work of a short run done.
 """
 
-from shufl.accounting import (
-    CheckIn,
-    GaussianMechanism,
-    Shuffled,
-    accountants_of_kind,
-    make_accountant,
-)
+from shufl.accounting import accountants_of_kind, make_accountant
+from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
 from tiny import ADJACENCY, CLIP_NORM, NOISE, RATE, USERS
 
 _MECHANISM = GaussianMechanism(clip_norm=CLIP_NORM, noise_multiplier=NOISE)

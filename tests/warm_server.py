@@ -33,7 +33,7 @@ _IMPORTED = [
     "ray",
     "torch._dynamo",
     "matplotlib.figure",
-    "shufl.simulator.run",
+    "shufl.results.run",
     "tiny_prices",
     "warm",
 ]

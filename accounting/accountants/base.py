@@ -8,9 +8,10 @@ import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation, dp_event
 
-from shufl.accounting import adjacency, validation
-from shufl.accounting.events import CheckIn, FixedSize, Shuffled
-from shufl.accounting.mechanisms import GaussianMechanism
+from shufl.accounting import adjacency
+from shufl.protocol import validation
+from shufl.protocol.events import CheckIn, FixedSize, Shuffled
+from shufl.protocol.mechanisms import GaussianMechanism
 
 # How dp_accounting's own event for a release without any protection is priced.
 UNPROTECTED = Shuffled(1, CheckIn(1.0), GaussianMechanism(noise_multiplier=0.0))

@@ -16,8 +16,6 @@ from dp_accounting import DpEvent
 
 from shufl.accounting.accountants.base import UNPROTECTED
 from shufl.accounting.accountants.local import AmplifiedAccountant
-from shufl.accounting.events import Allocation, CheckIn, Shuffled
-from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.jump_counts import PoissonCount
 from shufl.accounting.numerics.jump_sum import positive_part
@@ -30,6 +28,8 @@ from shufl.accounting.numerics.worst_pairs import (
     note_on,
     upper_profile,
 )
+from shufl.protocol.events import Allocation, CheckIn, Shuffled
+from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 
 # Below `_LEAST` expected blankets count as none; above `_MOST` as `_MOST`.
 _LEAST, _MOST = 1e-6, 1e12

@@ -33,8 +33,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shufl.accounting.accountants.local import AmplifiedAccountant
-from shufl.accounting.events import FixedSize, Shuffled
-from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian import least_loss, log_gaussian_delta
 from shufl.accounting.numerics.jump_counts import TermsCount
@@ -42,6 +40,8 @@ from shufl.accounting.numerics.jump_sum import positive_part
 from shufl.accounting.numerics.sign_pairs import Response, among_reports, sign_profile
 from shufl.accounting.numerics.swap_bound import SwapBound
 from shufl.accounting.numerics.worst_pairs import Pair, apart, note_on, pairs_of, upper_profile
+from shufl.protocol.events import FixedSize, Shuffled
+from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 
 # Factors from one step of the ladder to the next; each is used if the one before overshoots.
 _LADDER_STEPS = 0.2, 0.45, 0.7

@@ -6,13 +6,13 @@ import attrs
 import numpy as np
 
 from shufl.accounting.accountants.profile import ProfileShuffleAccountant
-from shufl.accounting.digits import rounded_up
-from shufl.accounting.events import Allocation, CheckIn, FixedSize, Shuffled, Summed
-from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian import gaussian_epsilon, gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.sign_pairs import Response, sign_profile
 from shufl.accounting.numerics.subsampled import subsampled_profile
+from shufl.protocol.events import Allocation, CheckIn, FixedSize, Shuffled, Summed
+from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
+from shufl.protocol.rounding import rounded_up
 
 _LEAST_RATE = 1e-290  # where floats still have all their digits
 

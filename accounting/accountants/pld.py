@@ -16,13 +16,13 @@ from scipy import special
 
 from shufl.accounting.accountants.local import AmplifiedAccountant
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant
-from shufl.accounting.events import CheckIn, FixedSize, Shuffled
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.graded_law import BoundedLaw, law_of_sum
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, USUAL_LEAST
 from shufl.accounting.numerics.lower_profile import LowerProfile
 from shufl.accounting.numerics.summand import Summand
+from shufl.protocol.events import CheckIn, FixedSize, Shuffled
 
 # With less noise e^{t/σ} overflows in the tails; a user's own report is all that is accounted.
 LEAST_SIGMA = 0.08

@@ -10,8 +10,6 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 
 from shufl.accounting.accountants.base import ShuffleAccountant
-from shufl.accounting.events import Shuffled
-from shufl.accounting.mechanisms import GaussianMechanism
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.composition import Composition, Target, count_block, fitted_tilt
 from shufl.accounting.numerics.loss_pmf import (
@@ -22,6 +20,8 @@ from shufl.accounting.numerics.loss_pmf import (
     dyadic_interval,
 )
 from shufl.accounting.numerics.lower_profile import LowerProfile
+from shufl.protocol.events import Shuffled
+from shufl.protocol.mechanisms import GaussianMechanism
 
 # The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
 _WIDEST = 1e-3

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from shufl.accounting import validation
 from shufl.accounting.accountants.base import ShuffleAccountant, checked_delta
-from shufl.accounting.digits import rounded_up
-from shufl.accounting.events import FixedSize, Shuffled
 from shufl.accounting.numerics import FloatArray, reverse_moments, theorem3
 from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.protocol import validation
+from shufl.protocol.events import FixedSize, Shuffled
+from shufl.protocol.rounding import rounded_up
 
 
 @functools.lru_cache(maxsize=1024)

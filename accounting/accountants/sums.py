@@ -8,10 +8,10 @@ import abc
 import math
 
 from shufl.accounting.accountants.profile import ProfileShuffleAccountant
-from shufl.accounting.events import CheckIn, Shuffled, Summed
-from shufl.accounting.mechanisms import GaussianMechanism
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.subsampled import subsampled_profile
+from shufl.protocol.events import CheckIn, Shuffled, Summed
+from shufl.protocol.mechanisms import GaussianMechanism
 
 
 class SumAccountant(ProfileShuffleAccountant):

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from shufl.accounting import validation
 from shufl.accounting.accountants.base import ShuffleAccountant
 from shufl.accounting.adjacency import ADJACENCIES, relation_of
 from shufl.accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
-from shufl.accounting.events import Shuffled
 from shufl.accounting.numerics import FloatArray
+from shufl.protocol import validation
+from shufl.protocol.events import Shuffled
 
 _MOST_THRESHOLDS = 400
 

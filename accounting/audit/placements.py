@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shufl.accounting import adjacency as adjacency_lib
-from shufl.accounting import validation
-from shufl.accounting.events import FixedSize, Shuffled, Summed
-from shufl.accounting.mechanisms import GaussianMechanism
 from shufl.accounting.numerics import FloatArray
+from shufl.protocol import validation
+from shufl.protocol.events import FixedSize, Shuffled, Summed
+from shufl.protocol.mechanisms import GaussianMechanism
 
 BoolArray = npt.NDArray[np.bool_]
 

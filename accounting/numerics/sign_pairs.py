@@ -18,11 +18,11 @@ import math
 import numpy as np
 from dp_accounting import NeighboringRelation
 
-from shufl.accounting.mechanisms import LdpSgd, RandomisedResponse
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.jump_counts import Count, PoissonCount, TermsCount
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, USUAL_LEAST
 from shufl.accounting.numerics.sign_sum import positive_parts
+from shufl.protocol.mechanisms import LdpSgd, RandomisedResponse
 
 # α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.
 _PLACES = np.concatenate([np.arange(0.125, 5.0, 0.125), 5.0 * np.geomspace(1.0, 1e12, 290)])

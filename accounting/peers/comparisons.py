@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 from dp_accounting import pld
 
-from shufl.accounting.mechanisms import GaussianMechanism, LdpSgd
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.composition import Composition, Target, count_block
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
@@ -21,6 +20,7 @@ from shufl.accounting.numerics.loss_pmf import MAX_LOSS, Profile, dyadic_interva
 from shufl.accounting.numerics.renyi import epsilon_from_rdp
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
 from shufl.accounting.peers.signs import Adversary, clones_delta, randomised_response_delta
+from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd
 
 
 def composed_epsilon(

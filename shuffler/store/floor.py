@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from shufl.accounting.plan import Blankets, Plan, Rounds
-from shufl.accounting.validation import Count, NotNegative
+from shufl.protocol.plan import Blankets, Plan, Rounds
+from shufl.protocol.validation import Count, NotNegative
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from shufl.accounting.mechanisms import Mechanism, Randomness
+from shufl.protocol.mechanisms import Mechanism, Randomness
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.store.batch import Piece, storage_refusal
 from shufl.shuffler.store.rounds import Round, Run

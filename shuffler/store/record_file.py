@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shufl.accounting import chain
+from shufl.protocol import hash_chain
 from shufl.shuffler.record import verified
 
 _ANSWER_BYTES = 2**18  # of lines; one alone may be longer
@@ -35,11 +35,11 @@ class RecordFile:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            chain.sync_directory(directory)
+            hash_chain.sync_directory(directory)
         except BlockingIOError:
             os.close(self._descriptor)
             raise ValueError(f"{directory} is in use by another shuffler") from None
-        self._check = chain.START
+        self._check = hash_chain.START
         self._starts = array("Q", [0])  # of the lines, and where the next one will
 
     def read(self) -> Iterator[dict[str, Any]]:
@@ -62,8 +62,8 @@ class RecordFile:
         Raises:
             OSError: it is not on disk.
         """
-        line, check = chain.encode({"event": event, "run": run, **about}, self._check)
-        chain.append(self._descriptor, line, self._durable)
+        line, check = hash_chain.encode({"event": event, "run": run, **about}, self._check)
+        hash_chain.append(self._descriptor, line, self._durable)
         self._check = check
         self._starts.append(self._starts[-1] + len(line))
 

@@ -9,8 +9,8 @@ from collections import Counter
 
 from pydantic import ValidationError
 
-from shufl.accounting.plan import Plan
-from shufl.accounting.validation import ConfigError, first_mistake
+from shufl.protocol.plan import Plan
+from shufl.protocol.validation import ConfigError, first_mistake
 from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from shufl.accounting.mechanisms import Randomness, SystemRandomness
-from shufl.accounting.mechanisms.summed import whole_noise
-from shufl.accounting.plan import Plan
+from shufl.protocol.mechanisms import Randomness, SystemRandomness
+from shufl.protocol.mechanisms.summed import whole_noise
+from shufl.protocol.plan import Plan
 from shufl.shuffler.store.batch import Batch, batch_bytes, storage_refusal
 from shufl.shuffler.store.floor import Floor
 from shufl.shuffler.store.open_batches import OpenBatches

@@ -10,81 +10,23 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from shufl.simulator.logs import log_handler
-from shufl.simulator.section import ConfigError, one_line
+from shufl.learning.section import ConfigError, one_line
+from shufl.protocol.logs import logs_to
+from shufl.results.engine import EngineFailed
 
 if TYPE_CHECKING:
-    from shufl.server import Observe, RunEnd, TrainingSettings
-    from shufl.simulator.config import Config
-    from shufl.simulator.experiment import Experiment
+    from shufl.learning.config import Config
 
 
 _CONNECT_SECONDS = 10.0  # for a cluster to answer
 _NEW_AUTOSCALER = b"__autoscaler_v2_enabled", b"__autoscaler"
 _ALIVE = 0  # in ray's GcsNodeInfo
 _ANY_NODE = {"CPU": 1e9, "GPU": 1e9}
-
-
-class EngineFailed(RuntimeError):
-    """Flower's simulation engine or Ray failed, not what ran on it."""
-
-
-class Engine(Protocol):
-    """Plays the rounds of a run; `shufl.simulator.engines.ENGINES` has them by name.
-
-    Making one from an experiment is the check before any work.
-
-    Attributes:
-        description: one line for the start of a run and for its summary.
-        gradients: how users' gradients are computed.
-        nodes: `simulated` or `real`; a run does not change from one to the other.
-        repeats_releases: whether a round played again with the same seed, from the same model,
-            makes the same release to the bit.
-    """
-
-    description: str
-    gradients: str
-    nodes: str
-    repeats_releases: bool
-
-    def __init__(self, experiment: Experiment):
-        """Gets ready to run an experiment.
-
-        Raises:
-            ConfigError: this engine cannot run it, or not on this machine.
-        """
-
-    @staticmethod
-    def check(config: Config, parameters: int) -> None:
-        """Refuses at once what this engine, or this machine, cannot run; making it does so too.
-
-        `config` has its number of users. The model has so many parameters.
-
-        Raises:
-            ConfigError: before anything that takes time, such as a search for noise.
-        """
-
-    def run(
-        self,
-        training: TrainingSettings,
-        observe: Observe,
-        stop: threading.Event,
-    ) -> RunEnd:
-        """Plays rounds until the budget, the plan's last round, or an interrupt.
-
-        Args:
-            training: the server's side, with the run's folder.
-            observe: called after every round.
-            stop: ends the run in order when it is set; the engine too may set it, as it fails.
-
-        Raises:
-            EngineFailed, RoundFailed, ShufflerError, TimeoutError: the run ended early.
-        """
 
 
 def check_draws(config: Config) -> None:
@@ -245,89 +187,3 @@ def _handlers_kept() -> Iterator[None]:
         for number in numbers:
             signal.signal(number, signal.getsignal(number))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_WAKEUPS: list[int] = []  # descriptors that are in force, the innermost last
-
-
-def _forget_wakeups() -> None:
-    """A forked child's signals are its own."""
-    if _WAKEUPS:
-        signal.set_wakeup_fd(-1)
-        _WAKEUPS.clear()
-
-
-os.register_at_fork(after_in_child=_forget_wakeups)
-
-
-@contextmanager
-def interrupts(stop: threading.Event) -> Iterator[None]:
-    """Turns the first SIGINT or SIGTERM into `stop`; then the old handlers are back.
-
-    Every SIGHUP sets `stop`, since a closing terminal may send several, unless SIGHUP is ignored
-    (`nohup`).
-
-    The system may give a signal to any thread. Python's handler then waits for the main thread,
-    which may sleep until the run ends, as do the old handlers; a thread that reads the wakeup
-    descriptor sets `stop` at once, and passes all signals on to whoever had one before.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous: dict[int, Any] = {}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def on_signal(number: int, frame: object) -> None:
-        stop.set()
-        restore()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, on_signal)
-    hang_up = signal.getsignal(signal.SIGHUP)
-    heard = hang_up not in (signal.SIG_IGN, None)
-    if heard:
-        signal.signal(signal.SIGHUP, lambda number, frame: stop.set())
-    ending = {*previous, signal.SIGHUP} if heard else {*previous}
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-
-    def hear() -> None:
-        while number := os.read(read_end, 1)[0]:
-            if number in ending:
-                stop.set()
-            if woken_before >= 0:
-                with suppress(OSError):
-                    os.write(woken_before, bytes([number]))
-        os.close(read_end)
-
-    woken_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    _WAKEUPS.append(write_end)
-    threading.Thread(target=hear, daemon=True).start()
-    try:
-        yield
-    finally:
-        restore()
-        if heard:
-            signal.signal(signal.SIGHUP, hang_up)
-        if write_end in _WAKEUPS:
-            _WAKEUPS.remove(write_end)
-            signal.set_wakeup_fd(woken_before)
-            os.write(write_end, b"\0")  # the last
-            os.close(write_end)
-
-
-@contextmanager
-def logs_to(path: Path, name: str) -> Iterator[None]:
-    """Sends a logger to a file instead of the console."""
-    logger = logging.getLogger(name)
-    handlers, propagate = logger.handlers[:], logger.propagate
-    file_handler = log_handler(path)
-    logger.handlers, logger.propagate = [file_handler], False
-    try:
-        yield
-    finally:
-        logger.handlers, logger.propagate = handlers, propagate
-        file_handler.close()

@@ -19,11 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shufl.clients import Loss, SeededDropout, in_type, unfolded_attention
-from shufl.simulator.engine_table import Precision
+from shufl.learning import Loss, SeededDropout, in_type, unfolded_attention
+from shufl.learning.config import Precision
+from shufl.learning.trained import trained
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import Dense, Gradients, Products, Rows, users_at_a_time
-from shufl.trained import trained
 
 _T = torch.Tensor
 _P = torch.Tensor | None  # a parameter, if there is one

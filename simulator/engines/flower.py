@@ -16,8 +16,12 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from shufl.accounting.mechanisms import seed_of_shuffler
 from shufl.clients import ClientSettings, make_client_app
+from shufl.learning.configured import check_model_size
+from shufl.learning.section import ConfigError, one_line
+from shufl.protocol.logs import logs_to
+from shufl.protocol.mechanisms import seed_of_shuffler
+from shufl.results.engine import EngineFailed
 from shufl.server import (
     NodeFailed,
     Observe,
@@ -28,21 +32,13 @@ from shufl.server import (
     make_server_app,
 )
 from shufl.shuffler import ShufflerProcess
-from shufl.simulator.engines.base import (
-    EngineFailed,
-    check_cpus,
-    check_draws,
-    logs_to,
-    running_ray,
-)
+from shufl.simulator.engines.base import check_cpus, check_draws, running_ray
 from shufl.simulator.engines.flower_worker import leased, simulated_device
 from shufl.simulator.engines.memory import keep_freed_memory
-from shufl.simulator.experiment import check_model_size
-from shufl.simulator.section import ConfigError, one_line
 
 if TYPE_CHECKING:
-    from shufl.simulator.config import Config
-    from shufl.simulator.experiment import Experiment
+    from shufl.learning.config import Config
+    from shufl.results.experiment import Experiment
 
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
 

@@ -15,8 +15,8 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from shufl.clients import DeviceLedger
+from shufl.learning.section import make_importable
 from shufl.simulator.engines.memory import keep_freed_memory
-from shufl.simulator.section import make_importable
 
 
 def simulated_device(devices: Path, node: int) -> DeviceLedger:

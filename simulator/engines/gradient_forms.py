@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from scipy import special
 
-from shufl.accounting.mechanisms import LdpSgd
+from shufl.protocol.mechanisms import LdpSgd
 
 FLOAT32 = torch.finfo(torch.float32)
 """What the type of gradients can hold."""
@@ -68,7 +68,7 @@ class Products:
     longer than C (1 + 2e-5). Users of whom more cancels are left to vmap, which measures the very
     numbers that it sums. So are users with inputs above 1e19, whose squared length float32 could
     not hold. A subnormal scaled g_t is off by up to 1e-45; times a_t ≤ 1e19 that is 1e-26 an entry,
-    which is little of 1e-18, the least C that `shufl.simulator.config` takes.
+    which is little of 1e-18, the least C that `shufl.learning.config` takes.
 
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).

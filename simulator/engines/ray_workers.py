@@ -17,10 +17,11 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from shufl.simulator.data.partition import Partition, PartitionedRecords
-from shufl.simulator.engines.base import NO_GPU, EngineFailed, nodes_of_ray, running_ray
+from shufl.learning.data.partition import Partition, PartitionedRecords
+from shufl.learning.section import ConfigError, make_importable, one_line
+from shufl.results.engine import EngineFailed
+from shufl.simulator.engines.base import NO_GPU, nodes_of_ray, running_ray
 from shufl.simulator.engines.report_sum import Blankets, ReportSum, SumReports, VectorisedSettings
-from shufl.simulator.section import ConfigError, make_importable, one_line
 
 _START_SECONDS = 600.0
 _POLL_SECONDS = 0.5  # between looks at whether an interrupt came

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 from shufl.accounting import PrivacyPlan
-from shufl.accounting.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
-from shufl.clients import LocalTraining, ModuleState
+from shufl.learning import LocalTraining, ModuleState
+from shufl.learning.config import VectorisedKeys
+from shufl.learning.data.partition import PartitionedRecords
+from shufl.learning.section import READERS_ERRORS, one_line
+from shufl.learning.trained import frozen_digest, load_sent
+from shufl.learning.trial import exact_float32
+from shufl.protocol.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
 from shufl.server import RoundFailed
-from shufl.simulator.data.partition import PartitionedRecords
-from shufl.simulator.engine_table import VectorisedKeys
 from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
 from shufl.simulator.engines.memory import keep_freed_memory
 from shufl.simulator.engines.user_gradients import Method, clipped_sum_of_updates, ready_for
-from shufl.simulator.section import READERS_ERRORS, one_line
-from shufl.simulator.trial import exact_float32
-from shufl.trained import frozen_digest, load_sent
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 

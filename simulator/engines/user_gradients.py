@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shufl.clients import (
+from shufl.learning import (
     LocalTraining,
     ModuleState,
     SeededDropout,
@@ -31,7 +31,11 @@ from shufl.clients import (
     in_type,
     user_updates,
 )
-from shufl.simulator.engine_table import Precision
+from shufl.learning.config import Precision
+from shufl.learning.models import seeded
+from shufl.learning.tasks import Form
+from shufl.learning.trained import dimension, trained
+from shufl.learning.trial import agrees_one_by_one, made_up
 from shufl.simulator.engines.book_keeping import autocast, gradients_of_users, names_of
 from shufl.simulator.engines.buckets import Bucket
 from shufl.simulator.engines.gradient_forms import (
@@ -45,10 +49,6 @@ from shufl.simulator.engines.gradient_forms import (
     scaled_sum,
     weighted_sum,
 )
-from shufl.simulator.models import seeded
-from shufl.simulator.tasks import Form
-from shufl.simulator.trial import agrees_one_by_one, made_up
-from shufl.trained import dimension, trained
 
 Method = Literal["book-keeping", "vmap"]
 """How users' gradients are computed."""
@@ -71,7 +71,7 @@ def clipped_sum_of_updates(
     clipping: Clipping,
     precision: Precision = "float32",
 ) -> torch.Tensor:
-    """The sum over k users of `shufl.clients.local_update`, clipped as `clipping` says.
+    """The sum over k users of `shufl.learning.local_update`, clipped as `clipping` says.
 
     `model` keeps its parameters; nothing else may use it meanwhile. The sum is on its device.
 

@@ -18,7 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from shufl.accounting.mechanisms import (
+from shufl.learning.config import VectorisedKeys
+from shufl.learning.section import READERS_ERRORS, ConfigError, one_line
+from shufl.learning.trained import frozen_digest, sent
+from shufl.protocol.mechanisms import (
     all_allocated,
     make_randomness,
     seed_of_shuffler,
@@ -35,7 +38,6 @@ from shufl.server import (
     Training,
     TrainingSettings,
 )
-from shufl.simulator.engine_table import VectorisedKeys
 from shufl.simulator.engines.base import check_draws
 from shufl.simulator.engines.report_sum import (
     ReportSum,
@@ -44,12 +46,10 @@ from shufl.simulator.engines.report_sum import (
     sizes_to_try,
 )
 from shufl.simulator.engines.user_gradients import Method, fastest_method, usual_chunk
-from shufl.simulator.section import READERS_ERRORS, ConfigError, one_line
-from shufl.trained import frozen_digest, sent
 
 if TYPE_CHECKING:
-    from shufl.simulator.config import Config
-    from shufl.simulator.experiment import Experiment
+    from shufl.learning.config import Config
+    from shufl.results.experiment import Experiment
 
 _SILENCE = 0x5113  # sets the random numbers of who is away apart from others of the same seed
 

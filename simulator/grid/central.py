@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shufl.server import evaluate
-from shufl.simulator.config import Config
-from shufl.simulator.data.features import load_records
-from shufl.simulator.experiment import model_maker, optimiser
-from shufl.simulator.section import ConfigError, readers_code
-from shufl.simulator.tasks import CLASSIFICATION
+from shufl.learning import evaluate
+from shufl.learning.config import Config
+from shufl.learning.configured import model_maker
+from shufl.learning.data.features import load_records
+from shufl.learning.section import ConfigError, readers_code
+from shufl.learning.tasks import CLASSIFICATION
+from shufl.results.experiment import optimiser
 
 
 class Reference:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from shufl.accounting.mechanisms import make_randomness
-from shufl.server import evaluate
-from shufl.simulator.config import Config
-from shufl.simulator.engines import engine_of
+from shufl.learning import evaluate
+from shufl.learning.config import Config
+from shufl.learning.trial import exact_float32
+from shufl.protocol.mechanisms import make_randomness
+from shufl.results.engine import engine_of
+from shufl.results.experiment import optimiser, prepare
 from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.report_sum import cut
 from shufl.simulator.engines.user_gradients import clipped_sum_of_updates, ready_for
-from shufl.simulator.experiment import optimiser, prepare
-from shufl.simulator.trial import exact_float32
 
 _GAUSSIAN = {"mechanism": "gaussian", "categories": None, "local_epsilon": None}
 _ANY_PLAN = _GAUSSIAN | {

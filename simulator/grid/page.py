@@ -13,15 +13,15 @@ import numpy as np
 from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS
-from shufl.accounting.digits import rounded_down, rounded_up
-from shufl.accounting.validation import first_mistake
-from shufl.simulator.config import dumps
+from shufl.learning.config import dumps
+from shufl.protocol.rounding import rounded_down, rounded_up
+from shufl.protocol.validation import first_mistake
+from shufl.results.pages import Part, Table, image, origin, render, what_trained
+from shufl.results.plots import draw
+from shufl.results.tables import epsilon_text, for_every_pair, score_axis, score_text
 from shufl.simulator.grid.points import read_result
 from shufl.simulator.grid.rows import write_rows
 from shufl.simulator.grid.settings import Grid, Point, Series, shown
-from shufl.simulator.pages import Part, Table, image, origin, render, what_trained
-from shufl.simulator.plots import draw
-from shufl.simulator.tables import epsilon_text, for_every_pair, score_axis, score_text
 
 Result = dict[str, Any]
 """A point's `result.json`."""
@@ -44,12 +44,12 @@ def write_page(
 
 
 def keep_grid(grid: Grid, folder: Path, failed: dict[str, str]) -> None:
-    """Writes `grid.json` beside the points, for `html_page`: the grid and why points failed."""
+    """Writes `grid.json` beside the points, for `page_of_grid`: the grid and why points failed."""
     text = json.dumps({"grid": grid.model_dump(mode="json"), "failed": failed})
     (folder / "grid.json").write_text(text, encoding="utf-8")
 
 
-def html_page(folder: Path) -> str:
+def page_of_grid(folder: Path) -> str:
     """The page of an experiment's folder in `results`."""
     stored = json.loads((folder / "grid.json").read_bytes())
     try:

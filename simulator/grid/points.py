@@ -14,22 +14,22 @@ import torch
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
-from shufl.accounting.plan import CheckInRate
-from shufl.accounting.validation import NotNegative, Probability, Record, first_mistake
+from shufl.learning.config import Config
+from shufl.learning.data.datasets import dataset_digest, load_dataset
+from shufl.learning.isolation import usual_settings
+from shufl.learning.own_code import code_digest
+from shufl.learning.section import find, readers_code
+from shufl.protocol.console import Console
+from shufl.protocol.plan import CheckInRate
+from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
+from shufl.results.engine import engine_of
+from shufl.results.experiment import begin_anew, prepare
+from shufl.results.rows import MetricsError, provenance, read_rows
+from shufl.results.run import Run
 from shufl.server import CheckpointError
-from shufl.simulator.config import Config
-from shufl.simulator.console import Console
-from shufl.simulator.data.datasets import dataset_digest, load_dataset
-from shufl.simulator.engines import engine_of
-from shufl.simulator.experiment import begin_anew, prepare
 from shufl.simulator.grid.central import Reference
 from shufl.simulator.grid.central_users import UserReference, as_central, trusted
 from shufl.simulator.grid.settings import Point
-from shufl.simulator.isolation import usual_settings
-from shufl.simulator.own_code import code_digest
-from shufl.simulator.records import MetricsError, provenance, read_rows
-from shufl.simulator.run import Run
-from shufl.simulator.section import find, readers_code
 
 _RESULT = "result.json"
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shufl.simulator.config import flat
-from shufl.simulator.data.files import RecordFile
+from shufl.learning.config import flat
+from shufl.learning.data.files import RecordFile
+from shufl.learning.section import one_line
 from shufl.simulator.grid.points import checked_result, read_result, write_result
 from shufl.simulator.grid.settings import Point
-from shufl.simulator.section import one_line
 
 _POINT = ("series", "value", "seed", "digest")
 _WORDS = ("score_name", "adjacency", "accountant", "command", "commit", "date")

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shufl.accounting import validation
-from shufl.simulator.console import Console
-from shufl.simulator.data.datasets import load_dataset
-from shufl.simulator.engines.base import check_cpus, interrupts, running_ray
+from shufl.learning.data.datasets import load_dataset
+from shufl.learning.section import ConfigError, make_importable, one_line
+from shufl.protocol import validation
+from shufl.protocol.console import Console
+from shufl.results.interrupts import interrupts
+from shufl.results.tables import score_text
+from shufl.simulator.engines.base import check_cpus, running_ray
 from shufl.simulator.grid.page import finished, keep_grid, write_page
 from shufl.simulator.grid.points import check, play, read_result, rests_on
 from shufl.simulator.grid.rows import take_over_rows
 from shufl.simulator.grid.settings import Point, load_grid
-from shufl.simulator.section import ConfigError, make_importable, one_line
-from shufl.simulator.tables import score_text
 
 _POLL_SECONDS = 0.5  # between looks at whether an interrupt came
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from shufl.simulator.config import Config, dumps, load, read_named
-from shufl.simulator.section import ConfigError, Section
+from shufl.learning.config import Config, dumps, load, read_named
+from shufl.learning.section import ConfigError, Section
 
 Value = Annotated[int | float | str, Field(description="numbers, or words")]
 

@@ -1,10 +1,10 @@
 from . import accounting
 from .accounting.plan import PrivacyPlan
 from .accounting.search import calibrate
-from .accounting.validation import ConfigError
 from .api import STOP, RunResult, grid, load_run, resume, run
-from .simulator.data.datasets import Dataset
-from .simulator.tasks import Task
+from .learning.data.datasets import Dataset
+from .learning.tasks import Task
+from .protocol.validation import ConfigError
 
 __all__ = [
     "STOP",

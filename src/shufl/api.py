@@ -15,18 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 
 from shufl.accounting import PrivacyPlan, epsilon_table
-from shufl.server import RoundFailed, StoppedBy, load_checkpoint, load_tensors
-from shufl.simulator.config import Config, load
-from shufl.simulator.console import Console
-from shufl.simulator.data.datasets import Dataset
-from shufl.simulator.experiment import Experiment
-from shufl.simulator.grid.runner import play_grid
-from shufl.simulator.isolation import usual_settings
-from shufl.simulator.own_code import code_digest
-from shufl.simulator.plots import plot_score_epsilon
-from shufl.simulator.records import MetricsError, read_run
-from shufl.simulator.run import Run, config_of
-from shufl.simulator.section import (
+from shufl.learning import load_tensors
+from shufl.learning.config import Config, load
+from shufl.learning.data.datasets import Dataset
+from shufl.learning.isolation import usual_settings
+from shufl.learning.own_code import code_digest
+from shufl.learning.section import (
     Carried,
     ConfigError,
     is_carried,
@@ -34,8 +28,16 @@ from shufl.simulator.section import (
     one_line,
     readers_code,
 )
-from shufl.simulator.tables import scores_of, too_few_present
-from shufl.trained import frozen_digest, load_sent
+from shufl.learning.trained import frozen_digest, load_sent
+from shufl.protocol import StoppedBy
+from shufl.protocol.console import Console
+from shufl.results.experiment import Experiment
+from shufl.results.plots import plot_score_epsilon
+from shufl.results.rows import MetricsError, read_run
+from shufl.results.run import Run, config_of
+from shufl.results.tables import scores_of, too_few_present
+from shufl.server import RoundFailed, load_checkpoint
+from shufl.simulator.grid.runner import play_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

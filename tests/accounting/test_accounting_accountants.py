@@ -21,16 +21,16 @@ from scipy import stats
 
 from nights import by_night
 from rounds import check_in, everyone, fixed_size, with_noise
-from shufl import accounting
-from shufl.accounting.digits import rounded_up
+from shufl import accounting, protocol
 from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.protocol.rounding import rounded_up
 
 RELATION = dp_accounting.NeighboringRelation
 CHECK_IN = check_in(60_000, 0.1, 5.0)
 EVERYONE = everyone(100, 3.0)
 FIXED = fixed_size(100, 30, 3.0)
 BLANKETS = check_in(60_000, 0.1, 5.0, 1800.0)
-SUM = accounting.Summed(60_000, accounting.CheckIn(0.1), CHECK_IN.mechanism, central_noise=20.0)
+SUM = protocol.Summed(60_000, protocol.CheckIn(0.1), CHECK_IN.mechanism, central_noise=20.0)
 ALL_EVENTS = [CHECK_IN, EVERYONE, FIXED, BLANKETS, SUM]
 ALL = list(accounting.ACCOUNTANTS)
 

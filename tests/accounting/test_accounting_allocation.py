@@ -8,22 +8,24 @@ from scipy import stats
 
 from rounds import make_plan
 from shufl.accounting import (
-    Allocation,
     CalibrationError,
-    CheckIn,
-    GaussianMechanism,
-    LdpSgd,
     OpenPlan,
     PrivacyBudget,
     PrivacyPlan,
-    RandomisedResponse,
-    Shuffled,
     accountants_for,
     calibrate,
     make_accountant,
     rounds_within_budget,
 )
-from shufl.accounting.mechanisms import (
+from shufl.protocol import (
+    Allocation,
+    CheckIn,
+    GaussianMechanism,
+    LdpSgd,
+    RandomisedResponse,
+    Shuffled,
+)
+from shufl.protocol.mechanisms import (
     all_allocated,
     allocated,
     new_allocation_key,

@@ -11,13 +11,7 @@ from scipy import stats
 
 from nights import by_night
 from rounds import check_in, everyone, fixed_size
-from shufl.accounting import (
-    CheckIn,
-    CrowdAccountant,
-    RandomisedResponse,
-    Summed,
-    make_accountant,
-)
+from shufl.accounting import CrowdAccountant, make_accountant
 from shufl.accounting.audit.attack import (
     audit_round,
     check_claims,
@@ -29,6 +23,7 @@ from shufl.accounting.audit.placements import (
     Placement,
     make_placement,
 )
+from shufl.protocol import CheckIn, RandomisedResponse, Summed
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rounds import make_plan
-from shufl import accounting
-from shufl.accounting.plan import Window
+from shufl import accounting, protocol
+from shufl.protocol.plan import Window
 
 
 def small_plan(**change):
@@ -147,7 +147,7 @@ def test_an_undefined_epsilon_exceeds_every_budget(monkeypatch):
 def of_reports():
     """The accountants but those of sums alone."""
     accountants = accounting.ACCOUNTANTS.items()
-    return [name for name, cls in accountants if accounting.Shuffled in cls.round_kinds]
+    return [name for name, cls in accountants if protocol.Shuffled in cls.round_kinds]
 
 
 @pytest.mark.slow

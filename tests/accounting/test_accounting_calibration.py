@@ -18,8 +18,8 @@ from shufl.accounting import (
     mean_update_error,
     participation_note,
 )
-from shufl.accounting.mechanisms import GaussianMechanism
-from shufl.accounting.plan import Plan
+from shufl.protocol.mechanisms import GaussianMechanism
+from shufl.protocol.plan import Plan
 
 
 def plan_of(users: int, rate: float, noise: float, blankets: float = 0.0) -> Plan:

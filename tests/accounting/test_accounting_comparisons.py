@@ -17,10 +17,11 @@ from other_bounds import (
     poisson_sampled_rdp,
     strong_composition,
 )
-from shufl.accounting import CheckIn, CrowdAccountant, GaussianMechanism, LdpSgd, Shuffled
+from shufl.accounting import CrowdAccountant
 from shufl.accounting.peers import comparisons
 from shufl.accounting.peers.girgis import girgis_rdp, girgis_subsampled_rdp
 from shufl.accounting.peers.signs import blanket_share, clones_delta, randomised_response_delta
+from shufl.protocol import CheckIn, GaussianMechanism, LdpSgd, Shuffled
 
 
 def enumerated_response(n, k, local, epsilon, adversary):

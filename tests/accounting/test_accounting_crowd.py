@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nights import by_night
 from rounds import check_in, everyone, fixed_size
-from shufl import accounting
+from shufl import accounting, protocol
 from shufl.accounting.accountants.crowd import CrowdAccountant, crowd_of
 from shufl.accounting.numerics.worst_pairs import pairs_of
 
@@ -66,7 +66,7 @@ def test_one_rounds_profile_is_the_formula(event, relation):
     crowd = crowd_of(event)
     share = crowd.share(2.0**-v)
     rng, noise = np.random.default_rng(2), event.mechanism.noise_multiplier
-    if isinstance(event.participation, accounting.FixedSize):
+    if isinstance(event.participation, protocol.FixedSize):
         absent = np.full(draws, n - event.participation.reports)
         rate = event.participation.reports / n
     else:

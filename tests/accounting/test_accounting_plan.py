@@ -12,9 +12,9 @@ import pytest
 
 from rounds import check_in, make_plan
 from shufl import accounting
-from shufl.accounting import RandomisedResponse, shuffler_of
-from shufl.accounting.mechanisms import MECHANISMS
-from shufl.accounting.plan import AccountantName, Adjacency, MechanismName
+from shufl.protocol import RandomisedResponse, shuffler_of
+from shufl.protocol.mechanisms import MECHANISMS
+from shufl.protocol.plan import AccountantName, Adjacency, MechanismName
 
 GOOD = {
     "users": 60_000,
@@ -165,7 +165,8 @@ def test_the_users_of_every_node_have_one_shuffler_each():
 @pytest.mark.slow
 def test_who_reads_a_plan_as_a_shuffler_does_imports_no_accountant():
     code = (
-        "import sys; from shufl.accounting.plan import OpenPlan, Plan\n"
+        "import sys; from shufl.accounting.plan import OpenPlan\n"
+        "from shufl.protocol.plan import Plan\n"
         "import shufl.shuffler.store.runs\n"
         "plan = Plan.model_validate_json(sys.argv[1]); OpenPlan(users=plan.users)\n"
         "print(plan.most_blankets, sorted({'dp_accounting', 'torch'} & sys.modules.keys()))"

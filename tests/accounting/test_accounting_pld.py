@@ -16,9 +16,9 @@ from rounds import check_in, everyone, fixed_size
 from shufl import accounting
 from shufl.accounting.accountants.pld import PldAccountant, round_profile
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant
-from shufl.accounting.mechanisms import GaussianMechanism
 from shufl.accounting.numerics.gaussian import log_gaussian_delta
 from shufl.accounting.numerics.lower_profile import LowerProfile
+from shufl.protocol.mechanisms import GaussianMechanism
 
 pytestmark = pytest.mark.slow
 

@@ -13,18 +13,14 @@ from scipy import stats
 from nights import by_night
 from shufl.accounting import (
     BlanketAccountant,
-    CheckIn,
     CrowdAccountant,
-    FixedSize,
-    LdpSgd,
     LocalAccountant,
     PldAccountant,
-    RandomisedResponse,
-    Shuffled,
     adjacency,
 )
 from shufl.accounting.numerics.sign_pairs import Response, among_blankets, sign_profile
 from shufl.accounting.peers.signs import clones_delta
+from shufl.protocol import CheckIn, FixedSize, LdpSgd, RandomisedResponse, Shuffled
 
 RELATIONS = list(adjacency.ADJACENCIES.values())
 

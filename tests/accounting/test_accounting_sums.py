@@ -14,18 +14,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from shufl.accounting import (
-    Allocation,
-    CheckIn,
-    GaussianMechanism,
-    LdpSgd,
     LocalAccountant,
     PldAccountant,
     SumCentralAccountant,
     SumDistributedAccountant,
-    Summed,
 )
 from shufl.accounting.numerics.gaussian import gaussian_epsilon
 from shufl.accounting.numerics.subsampled import subsampled_profile
+from shufl.protocol import Allocation, CheckIn, GaussianMechanism, LdpSgd, Summed
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 RELATIONS = pytest.mark.parametrize("relation", [REPLACE, ZERO_OUT], ids=lambda it: it.name)

@@ -6,13 +6,13 @@ from dp_accounting import NeighboringRelation
 
 from nights import by_night
 from rounds import check_in, fixed_size
-from shufl import accounting
+from shufl import accounting, protocol
 from shufl.accounting.accountants.blanket import BlanketAccountant
 from shufl.accounting.accountants.crowd import CrowdAccountant
 from shufl.accounting.accountants.local import LocalAccountant
 from shufl.accounting.accountants.pld import PldAccountant
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant
-from shufl.accounting.mechanisms import LdpSgd, RandomisedResponse
+from shufl.protocol.mechanisms import LdpSgd, RandomisedResponse
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def test_a_user_who_hardly_ever_checks_in_loses_hardly_anything(rate):
     [RandomisedResponse(categories=10, local_epsilon=2.0), LdpSgd(noise_multiplier=1.5)],
 )
 def test_pure_reports_lose_at_most_their_own_epsilon_each(mechanism, relation):
-    event = accounting.Shuffled(1000, accounting.CheckIn(0.5), mechanism, 100.0)
+    event = protocol.Shuffled(1000, protocol.CheckIn(0.5), mechanism, 100.0)
     most = LocalAccountant(relation).compose(event, 10).get_epsilon(0.0)
     if isinstance(mechanism, RandomisedResponse):
         assert most == pytest.approx(20.0)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rounds import words
-from shufl.accounting import ACCOUNTANTS, GaussianMechanism, LdpSgd, RandomisedResponse
+from shufl.accounting import ACCOUNTANTS
+from shufl.protocol import GaussianMechanism, LdpSgd, RandomisedResponse
 
 REPORTS = 20_000
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from nights import by_night
-from shufl.accounting.mechanisms import (
+from shufl.protocol.mechanisms import (
     GaussianMechanism,
     LdpSgd,
     RandomisedResponse,
     clip,
     to_normals,
 )
-from shufl.accounting.mechanisms.draws import Normal, coins, place_of
-from shufl.accounting.mechanisms.gaussian import _decide, rounded
+from shufl.protocol.mechanisms.draws import Normal, coins, place_of
+from shufl.protocol.mechanisms.gaussian import _decide, rounded
 
 MECHANISMS = [
     GaussianMechanism(clip_norm=0.7, noise_multiplier=z) for z in (1e-12, 0.2, 1.0, 3.3, 1e6)

@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from rounds import words
-from shufl.accounting.mechanisms import GaussianMechanism, clip, to_normals
+from shufl.protocol.mechanisms import GaussianMechanism, clip, to_normals
 
 any_vector = hnp.arrays(
     np.float64,

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from nights import by_night
-from shufl.accounting.mechanisms import LdpSgd, SeededRandomness, SystemRandomness
+from shufl.protocol.mechanisms import LdpSgd, SeededRandomness, SystemRandomness
 
 
 def reports_of(mechanism, update, count, randomness, round=1):

@@ -8,15 +8,9 @@ import pytest
 from scipy import stats
 
 from nights import by_night
-from shufl.accounting import (
-    CheckIn,
-    OpenPlan,
-    RandomisedResponse,
-    Shuffled,
-    calibrate,
-    make_accountant,
-)
-from shufl.accounting.mechanisms import SeededRandomness, SystemRandomness
+from shufl.accounting import OpenPlan, calibrate, make_accountant
+from shufl.protocol import CheckIn, RandomisedResponse, Shuffled
+from shufl.protocol.mechanisms import SeededRandomness, SystemRandomness
 
 REPORTS = 40_000
 

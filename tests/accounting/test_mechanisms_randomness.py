@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from shufl.accounting.mechanisms import (
+from shufl.learning import record_orders
+from shufl.protocol.mechanisms import (
     SeededRandomness,
     SystemRandomness,
     make_randomness,
@@ -16,8 +17,7 @@ from shufl.accounting.mechanisms import (
     split_mix,
     to_normals,
 )
-from shufl.accounting.mechanisms.randomness import _make_normals, _poisson_steps
-from shufl.clients import record_orders
+from shufl.protocol.mechanisms.randomness import _make_normals, _poisson_steps
 
 USERS = np.arange(20_000)
 

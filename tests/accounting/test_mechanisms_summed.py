@@ -12,8 +12,9 @@ from scipy import integrate, stats
 
 from nights import by_night
 from rounds import words
-from shufl.accounting.mechanisms import clip
-from shufl.accounting.mechanisms.summed import (
+from shufl.accounting.numerics.subsampled import subsampled_profile
+from shufl.protocol.mechanisms import clip
+from shufl.protocol.mechanisms.summed import (
     check_sums,
     mask,
     masked,
@@ -23,7 +24,6 @@ from shufl.accounting.mechanisms.summed import (
     whole_noise,
     whole_update,
 )
-from shufl.accounting.numerics.subsampled import subsampled_profile
 
 
 @given(

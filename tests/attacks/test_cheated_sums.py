@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from rounds import make_plan
 from shufl.accounting import make_accountant
-from shufl.accounting.mechanisms import SeededRandomness, SystemRandomness
-from shufl.accounting.mechanisms.summed import (
+from shufl.protocol.mechanisms import SeededRandomness, SystemRandomness
+from shufl.protocol.mechanisms.summed import (
     mask,
     masked,
     new_seed,

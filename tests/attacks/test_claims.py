@@ -17,8 +17,8 @@ from rounds import make_plan
 from run_world import LIMIT, python_path
 from shuffler_world import ShufflerHere
 from shufl.accounting import ACCOUNTANTS, make_accountant
-from shufl.accounting.mechanisms import SeededRandomness
 from shufl.clients import Node, RoundRefused
+from shufl.protocol.mechanisms import SeededRandomness
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -184,7 +184,7 @@ def shuffler_that_singles_out(memory_path, tmp_path, monkeypatch):
     """The real process, but it adds no blankets, and hands over the first sender's report alone."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
-            from shufl.accounting.mechanisms import SystemRandomness
+            from shufl.protocol.mechanisms import SystemRandomness
             from shufl.shuffler.store.batch import Batch
             honest = Batch._take
             def lying(self, content):

@@ -6,11 +6,11 @@ import logging
 import pytest
 
 from shuffler_world import ShufflerHere, World
-from shufl.accounting import chain
+from shufl.protocol import hash_chain
+from shufl.protocol.logs import logs_to
 from shufl.server.broadcast import _reason
 from shufl.server.fleet import read_node
 from shufl.shuffler.record import verify
-from shufl.simulator.engines.base import logs_to
 
 HOSTILE = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2J\x7f\x9b2J\u202e\u2028\ud800forged\x00"
 
@@ -82,7 +82,7 @@ def test_a_run_of_any_name_is_one_line_of_ascii_in_the_shufflers_log(tmp_path):
 )
 def test_an_entry_of_a_record_is_one_line_of_ascii(change):
     about = {"run": "a run", "round": 1, "event": "opened", "commitment": "c"}
-    entry = chain.encode(about, chain.START)[0].decode()[:-1]
+    entry = hash_chain.encode(about, hash_chain.START)[0].decode()[:-1]
     assert verify([entry])[0]["run"] == "a run"
     with pytest.raises(ValueError, match="line 1 of the record is damaged"):
         verify([change(entry)])

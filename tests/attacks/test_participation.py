@@ -9,7 +9,7 @@ import pytest
 
 from client_world import USERS, Round, reply_content
 from shuffler_world import ShufflerHere
-from shufl.accounting.mechanisms import SeededRandomness, most_blankets
+from shufl.protocol.mechanisms import SeededRandomness, most_blankets
 from shufl.server import Mean, aggregate_reports
 from shufl.shuffler import (
     ControlClient,

@@ -7,9 +7,9 @@ from typer.testing import CliRunner
 
 from client_world import Round, reply_content
 from shuffler_world import ShufflerHere
-from shufl.accounting import chain
 from shufl.cli.__main__ import app
 from shufl.clients import load_device
+from shufl.protocol import hash_chain
 from shufl.shuffler import ControlClient
 from shufl.shuffler.record import verify
 from shufl.shuffler.wire.control_client import RecordClient
@@ -76,7 +76,7 @@ def test_the_record_tells_what_became_of_every_round(recorded, tmp_path):
 )
 def test_a_line_that_says_nothing_of_a_round_is_one_line(tmp_path, about):
     (tmp_path / "device.toml").write_text(OWNER)
-    for line in (chain.encode(about, chain.START)[0], b"[" * 100_000, b"null"):
+    for line in (hash_chain.encode(about, hash_chain.START)[0], b"[" * 100_000, b"null"):
         (tmp_path / "record.jsonl").write_bytes(line)
         found = run("verify", tmp_path / "record.jsonl", "--device", tmp_path / "device.toml")
         assert found.exit_code == 2 and len(found.stderr.splitlines()) == 1
@@ -104,12 +104,12 @@ def test_a_record_that_was_changed_or_forked_is_found_out(recorded, tmp_path):
     file.write_text("\n".join(lines[:5]))
     assert "no line with the hash" in run("verify", file, "--head", head).stderr
     # A second history, each line of which follows the one before.
-    forked, previous = [], chain.START
+    forked, previous = [], hash_chain.START
     for entry in entries:
         entry.pop("check")
         if entry["event"] == "opened":
             entry["commitment"] = "0" * 64
-        line, previous = chain.encode(entry, previous)
+        line, previous = hash_chain.encode(entry, previous)
         forked.append(line)
     file.write_bytes(b"".join(forked))
     assert run("verify", file).exit_code == 0

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shufl.accounting.mechanisms import clip
-from shufl.clients import LocalTraining, as_keys, local_update, record_orders, user_updates
-from shufl.simulator.config import load
+from shufl.learning import LocalTraining, as_keys, local_update, record_orders, user_updates
+from shufl.learning.config import load
+from shufl.learning.configured import local_training
+from shufl.learning.models import mlp
+from shufl.learning.section import ConfigError
+from shufl.protocol.mechanisms import clip
+from shufl.results.experiment import prepare
 from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.user_gradients import clipped_sum_of_updates
-from shufl.simulator.experiment import local_training, prepare
-from shufl.simulator.models import mlp
-from shufl.simulator.section import ConfigError
 
 SIZES = [5, 1, 3, 7]
 

@@ -20,10 +20,11 @@ from client_world import (
 )
 from shuffler_world import ShufflerHere
 from shufl.accounting import rounds_within_budget
-from shufl.accounting.mechanisms import SeededRandomness
-from shufl.clients import DeviceLedger, LocalTraining, ReportFailed, RoundRefused, local_update
+from shufl.clients import DeviceLedger, ReportFailed, RoundRefused
 from shufl.clients import app as client_app
-from shufl.clients.update import user_updates
+from shufl.learning import LocalTraining, local_update
+from shufl.learning.update import user_updates
+from shufl.protocol.mechanisms import SeededRandomness
 from shufl.shuffler import (
     ControlClient,
     IntakeClient,
@@ -141,10 +142,10 @@ def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
         together.append(len(features))
         return user_updates(model, features, *rest, **named)
 
-    monkeypatch.setattr("shufl.clients.work.user_updates", counted)
-    monkeypatch.setattr("shufl.clients.work._ALONE", 1)  # few users would not pay
-    monkeypatch.setattr("shufl.clients.work._TOGETHER", 15 if changes is EPOCHS else 3)  # records
-    caplog.set_level("INFO", "shufl.clients.work")
+    monkeypatch.setattr("shufl.learning.work.user_updates", counted)
+    monkeypatch.setattr("shufl.learning.work._ALONE", 1)  # few users would not pay
+    monkeypatch.setattr("shufl.learning.work._TOGETHER", 15 if changes is EPOCHS else 3)  # records
+    caplog.set_level("INFO", "shufl.learning.work")
     round = make_round(rate=1.0, **changes).open()
     round.announce()
     assert together == sizes

@@ -31,17 +31,12 @@ from client_world import (
 )
 from run_world import LIMIT, wait_until
 from shuffler_world import ShufflerHere
-from shufl.accounting.mechanisms import SeededRandomness, allocated
-from shufl.clients import (
-    DeviceLedger,
-    LocalTraining,
-    RoundRefused,
-    local_update,
-    serve_device,
-)
+from shufl.clients import DeviceLedger, RoundRefused, serve_device
 from shufl.clients.device_node import Clock, DeviceNode
 from shufl.clients.device_process import _Answering, _Reader
 from shufl.clients.worker import AT_WORK, DONE, FAILED
+from shufl.learning import LocalTraining, local_update
+from shufl.protocol.mechanisms import SeededRandomness, allocated
 from shufl.shuffler import ControlClient
 
 FEDAVG = LocalTraining("fedavg", 2, 0.5, 2)

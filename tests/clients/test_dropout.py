@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shufl.clients import LocalTraining, SeededDropout, as_keys, local_update, user_updates
+from shufl.learning import LocalTraining, SeededDropout, as_keys, local_update, user_updates
 
 USERS, RECORDS = 40, 5
 

@@ -13,13 +13,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shufl.cli.__main__ import app
-from shufl.clients import LocalTraining, ModuleState, StateError, local_update, user_updates
-from shufl.clients.work import Work
+from shufl.learning import LocalTraining, ModuleState, StateError, local_update, user_updates
+from shufl.learning.models import build_model
+from shufl.learning.section import ConfigError
+from shufl.learning.tasks import Form
+from shufl.learning.trial import agrees_one_by_one, try_users
+from shufl.learning.work import Work
 from shufl.simulator.engines.user_gradients import fastest_method
-from shufl.simulator.models import build_model
-from shufl.simulator.section import ConfigError
-from shufl.simulator.tasks import Form
-from shufl.simulator.trial import agrees_one_by_one, try_users
 
 TRAININGS = [LocalTraining(), LocalTraining("fedavg", local_epochs=2, local_batch_size=2)]
 _GENERATOR = torch.Generator().manual_seed(0)

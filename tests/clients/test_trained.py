@@ -12,10 +12,10 @@ import shufl
 from client_world import Round, begin_flower_task
 from shuffler_world import ShufflerHere
 from shufl.clients import RoundRefused
+from shufl.learning.section import ConfigError
+from shufl.learning.trained import dimension, frozen_digest, load_sent, sent, trained
 from shufl.server import CheckpointError, load_checkpoint
 from shufl.shuffler import ControlClient
-from shufl.simulator.section import ConfigError
-from shufl.trained import dimension, frozen_digest, load_sent, sent, trained
 
 
 class Adapted(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from shufl.clients import LocalTraining, local_update, user_updates
+from shufl.learning import LocalTraining, local_update, user_updates
 
 
 @pytest.fixture

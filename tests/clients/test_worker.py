@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from client_world import WIDTH, WINDOW, load_users, make_model, records
 from nights import by_night
 from run_world import LIMIT, wait_until
-from shufl.clients import LocalTraining, worker
-from shufl.clients.work import Work
+from shufl.clients import worker
 from shufl.clients.worker import AT_WORK, DONE, FAILED, Worker, _Memory, _Shared
-from shufl.trained import sent
+from shufl.learning import LocalTraining
+from shufl.learning.trained import sent
+from shufl.learning.work import Work
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shufl.simulator.models import mlp
+from shufl.learning.models import mlp
 
 
 class _Linear(nn.Module):

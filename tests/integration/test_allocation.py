@@ -15,17 +15,17 @@ from nights import by_night
 from rounds import make_plan
 from run_world import json_lines, only_folder, shufl
 from shuffler_world import ShufflerHere
-from shufl.accounting.mechanisms import allocated, simulated_allocation_key
 from shufl.clients import DeviceLedger, app
+from shufl.learning.config import load
+from shufl.learning.section import ConfigError
+from shufl.protocol.console import Console
+from shufl.protocol.mechanisms import allocated, simulated_allocation_key
+from shufl.results.experiment import prepare
+from shufl.results.run import Run
 from shufl.shuffler import ControlClient
 from shufl.simulator.canary import check_end_to_end
-from shufl.simulator.config import load
-from shufl.simulator.console import Console
 from shufl.simulator.engines.flower import FlowerEngine
 from shufl.simulator.engines.vectorised import VectorisedEngine
-from shufl.simulator.experiment import prepare
-from shufl.simulator.run import Run
-from shufl.simulator.section import ConfigError
 
 EVERY = 3
 ALLOCATION = {

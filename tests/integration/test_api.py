@@ -19,11 +19,12 @@ import shufl
 from nights import by_night
 from run_world import LIMIT, only_folder, same_model
 from shufl import api
-from shufl.accounting import GaussianMechanism, plan, search
+from shufl.accounting import plan, search
 from shufl.cli.__main__ import app
+from shufl.learning.data.datasets import load_dataset
+from shufl.protocol import GaussianMechanism
+from shufl.results.rows import MetricsError
 from shufl.server import CheckpointError
-from shufl.simulator.data.datasets import load_dataset
-from shufl.simulator.records import MetricsError
 
 ROUNDS = 4
 CHANGES = {
@@ -60,9 +61,9 @@ def bytes_of_a_message(changes):
     "What Flower pickles for every message, before and after the data are in Ray."
     from ray import cloudpickle
     from shufl import api
-    from shufl.simulator.config import load
+    from shufl.learning.config import load
     from shufl.simulator.engines.flower import FlowerEngine
-    from shufl.simulator.experiment import prepare
+    from shufl.results.experiment import prepare
 
     config = api._with(load("quickstart", changes), api._carried(data(), Net))
     engine = FlowerEngine(prepare(config))

@@ -17,13 +17,13 @@ from rounds import make_plan
 from run_world import LIMIT, json_lines, model_of, only_folder, python_path, shufl
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import delta_lower_bound
-from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.cli.__main__ import app
+from shufl.learning.config import ConfigError, load
+from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.results.experiment import prepare
+from shufl.results.run import Run
 from shufl.shuffler import ShufflerProcess
 from shufl.simulator.canary import likelihood_score, projections, run_canary
-from shufl.simulator.config import ConfigError, load
-from shufl.simulator.experiment import prepare
-from shufl.simulator.run import Run
 
 ALONE = make_plan(
     users=40,
@@ -79,7 +79,7 @@ def shuffler_that_repeats_blankets(memory_path, tmp_path, monkeypatch):
     """The real process, but every round gets the blankets of the first one again."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
-            from shufl.accounting.mechanisms import SeededRandomness
+            from shufl.protocol.mechanisms import SeededRandomness
             honest = SeededRandomness.blanket_noise
             SeededRandomness.blanket_noise = lambda self, round, numbers, size: honest(
                 self, 1, numbers, size

@@ -8,14 +8,14 @@ from torch import nn
 
 import shufl
 from run_world import same_model
+from shufl.learning.config import load
+from shufl.learning.data.features import check_digest
+from shufl.learning.data.files import RecordFile
+from shufl.learning.section import ConfigError
 from shufl.server import CheckpointError
-from shufl.simulator.config import load
-from shufl.simulator.data.features import check_digest
-from shufl.simulator.data.files import RecordFile
 from shufl.simulator.grid.points import play, read_result
 from shufl.simulator.grid.runner import _is_there
 from shufl.simulator.grid.settings import Point
-from shufl.simulator.section import ConfigError
 
 PRIVACY = {
     "check_in_rate": 1.0, "noise_multiplier": 1.0, "target_epsilon": 1e4, "rounds": 1,
@@ -103,10 +103,10 @@ def test_results_of_a_grid_stay_as_long_as_their_data_and_code(place):
     play(point, place / point.key, 1)
     assert _is_there(point, place)
     write_records(place / "v.csv", 1)
-    shufl.simulator.data.datasets.load_dataset.cache_clear()  # as `play_points` does
+    shufl.learning.data.datasets.load_dataset.cache_clear()  # as `play_points` does
     assert not _is_there(point, place)
     write_records(place / "v.csv", 0)
-    shufl.simulator.data.datasets.load_dataset.cache_clear()
+    shufl.learning.data.datasets.load_dataset.cache_clear()
     assert _is_there(point, place)
     (place / "own_net.py").write_text(MODULE.replace("2, outputs", "1 + 1, outputs"))
     del sys.modules["own_net"]

@@ -155,7 +155,7 @@ def test_a_rehearsal_brings_a_node_back_and_leaves_nothing_behind(tmp_path):
         command.terminate()
         wait_until(rows.with_name(STOP_FILE).exists, LIMIT, "the first signal to be heard")
         command.terminate()
-        assert command.wait(LIMIT) == 143, out.read_text()
+        assert command.wait(LIMIT) == 130, out.read_text()
         assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
     finally:
         command.kill()

@@ -29,14 +29,14 @@ from run_world import (
     wait_until,
 )
 from shufl.cli.__main__ import app
-from shufl.simulator.config import load
-from shufl.simulator.console import Console
+from shufl.learning.config import load
+from shufl.learning.section import ConfigError
+from shufl.protocol.console import Console
+from shufl.results.run import Run
 from shufl.simulator.grid.page import plan_table, write_page
 from shufl.simulator.grid.points import check, play, read_result, write_result
 from shufl.simulator.grid.rows import take_over_rows, write_rows
 from shufl.simulator.grid.settings import load_grid
-from shufl.simulator.run import Run
-from shufl.simulator.section import ConfigError
 
 GRID = """
 title = "A tiny grid"
@@ -220,7 +220,7 @@ def test_a_result_names_the_commit_of_its_own_code_alone(tmp_path, tracked):
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "something"]):
         subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    asked = "from shufl.simulator.records import provenance; print(provenance()['commit'])"
+    asked = "from shufl.results.rows import provenance; print(provenance()['commit'])"
     told = subprocess.run(
         [sys.executable, "-c", asked],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},

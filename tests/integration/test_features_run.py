@@ -5,9 +5,9 @@ from rich.console import Console
 from torch.testing import assert_close
 
 from run_world import json_lines, model_of, only_folder, shufl, tiny_config
-from shufl.simulator.config import load
-from shufl.simulator.data import features
-from shufl.simulator.run import Run
+from shufl.learning.config import load
+from shufl.learning.data import features
+from shufl.results.run import Run
 
 MODULE = "def halved(records):\n    return records.flatten(1) / FACTOR\n"
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from run_world import only_folder, shufl
 from shufl.cli.__main__ import app
-from shufl.simulator.data.datasets import load_dataset
+from shufl.learning.data.datasets import load_dataset
 
 
 @pytest.mark.slow

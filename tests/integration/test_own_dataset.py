@@ -12,20 +12,20 @@ import torch
 from rich.console import Console
 
 from run_world import json_lines, model_of, only_folder, python_path, shufl, tiny_config
+from shufl.learning.config import load
+from shufl.learning.data import features
+from shufl.learning.data.datasets import load_dataset
+from shufl.learning.data.features import data_digest
+from shufl.learning.data.partition import load_user_records
+from shufl.learning.section import ConfigError
+from shufl.results.run import Run
 from shufl.server import CheckpointError
-from shufl.simulator.config import load
-from shufl.simulator.data import features
-from shufl.simulator.data.datasets import load_dataset
-from shufl.simulator.data.features import data_digest
-from shufl.simulator.data.partition import load_user_records
-from shufl.simulator.run import Run
-from shufl.simulator.section import ConfigError
 
 MODULE = """
     import numpy as np
     import torch
     from torchvision import transforms  # as every user of its image folders does
-    from shufl.simulator.data.datasets import Dataset
+    from shufl.learning.data.datasets import Dataset
 
     def blobs():
         records = torch.from_numpy(np.load("blobs.npy"))  # relative to where `shufl` was called
@@ -167,7 +167,7 @@ def test_records_and_features_of_one_process_are_refused_in_another(place):
 @pytest.mark.slow
 def test_torchvision_is_imported_in_a_process_of_its_own(place):
     """Beside a CPU wheel of torch its import fails if nothing is done about it."""
-    code = "from shufl.simulator.data.datasets import load_dataset; load_dataset('blobs:blobs')"
+    code = "from shufl.learning.data.datasets import load_dataset; load_dataset('blobs:blobs')"
     environment = {"PYTHONPATH": python_path(place)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
 

@@ -16,13 +16,13 @@ import shufl
 from run_world import LIMIT
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan
 from shufl.cli.__main__ import app
+from shufl.cli.experiment import page_of
+from shufl.results.plots import draw, plot_rounds, plot_score_epsilon
+from shufl.results.rows import note_start, read_rows, read_starts
+from shufl.results.tables import AS_PLANNED, epsilon_text
 from shufl.simulator.grid.page import keep_grid, write_page
 from shufl.simulator.grid.points import play
 from shufl.simulator.grid.settings import Grid
-from shufl.simulator.pages import page_of
-from shufl.simulator.plots import draw, plot_rounds, plot_score_epsilon
-from shufl.simulator.records import note_start, read_rows, read_starts
-from shufl.simulator.tables import AS_PLANNED, epsilon_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=document.title=1>"
@@ -296,7 +296,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, file, content, message):
 def test_the_page_of_a_run_needs_no_torch(run_folder):
     """A report is wanted at once, as is a status, and torch takes seconds to import."""
     code = (
-        "import pathlib, sys; from shufl.simulator.pages import page_of; "
+        "import pathlib, sys; from shufl.cli.experiment import page_of; "
         "import shufl.deploy.status; "
         "page_of(pathlib.Path(sys.argv[1])); print({'torch', 'flwr', 'ray'} & set(sys.modules))"
     )

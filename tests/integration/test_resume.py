@@ -18,11 +18,11 @@ from run_world import (
 )
 from shufl.accounting import Ledger, LedgerError
 from shufl.cli.__main__ import app
+from shufl.learning.config import ConfigError, load
+from shufl.results.rows import MetricsError
+from shufl.results.run import Run
 from shufl.server import CheckpointError, load_checkpoint
-from shufl.simulator.config import ConfigError, load
 from shufl.simulator.engines.vectorised import VectorisedEngine
-from shufl.simulator.records import MetricsError
-from shufl.simulator.run import Run
 from tiny_disk import tiny_disk_at
 
 ROUNDS = 30

@@ -31,11 +31,11 @@ from run_world import (
     wait_until,
 )
 from shufl.accounting import Ledger, PrivacyPlan, accountants_of_kind
-from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.cli.__main__ import app
-from shufl.simulator.config import load
-from shufl.simulator.experiment import prepare
-from shufl.simulator.records import read_starts
+from shufl.learning.config import load
+from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.results.experiment import prepare
+from shufl.results.rows import read_starts
 
 # All of them wait for a run on Flower.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_ray")]

@@ -29,8 +29,8 @@ from run_world import (
 )
 from shufl.accounting import Ledger, price, rounds_within_budget
 from shufl.cli.__main__ import app
-from shufl.simulator.config import load
-from shufl.simulator.experiment import prepare
+from shufl.learning.config import load
+from shufl.results.experiment import prepare
 
 on_shared_ray = pytest.mark.usefixtures("shared_ray")
 

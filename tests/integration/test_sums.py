@@ -15,35 +15,23 @@ from rounds import make_plan
 from run_world import LIMIT, json_lines, model_of, only_folder, shufl
 from shuffler_world import ShufflerHere
 from shufl.accounting.audit.attack import delta_lower_bound
-from shufl.accounting.mechanisms import SeededRandomness, seed_of_shuffler
-from shufl.accounting.mechanisms.summed import (
-    mask,
-    signed,
-    unit_of_sums,
-    whole_noise,
-    whole_update,
-)
-from shufl.clients import (
-    DeviceLedger,
-    DeviceLimits,
-    LocalTraining,
-    Node,
-    ReportFailed,
-    local_update,
-)
+from shufl.clients import DeviceLedger, DeviceLimits, Node, ReportFailed
 from shufl.clients import app as client_app
 from shufl.clients import node as node_module
 from shufl.clients.device import RoundRefused
+from shufl.learning import LocalTraining, local_update
+from shufl.learning.config import load
+from shufl.learning.section import ConfigError
+from shufl.learning.trained import sent
+from shufl.protocol.console import Console
+from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.protocol.mechanisms.summed import mask, signed, unit_of_sums, whole_noise, whole_update
+from shufl.results.experiment import prepare
+from shufl.results.run import Run
 from shufl.shuffler import ControlClient, IntakeClient, ReportOpener, ShufflerProcess, Verdict
 from shufl.shuffler.wire.seeds import read_seed
 from shufl.simulator.canary import canary_rounds, check_end_to_end, likelihood_score, run_canary
-from shufl.simulator.config import load
-from shufl.simulator.console import Console
 from shufl.simulator.engines.flower import FlowerEngine
-from shufl.simulator.experiment import prepare
-from shufl.simulator.run import Run
-from shufl.simulator.section import ConfigError
-from shufl.trained import sent
 
 SUM = {
     "mixing": "sum",

@@ -8,8 +8,8 @@ from torch import nn
 
 import shufl
 from nights import by_night
-from shufl.simulator.config import load
-from shufl.simulator.experiment import _NO_METRICS
+from shufl.learning.config import load
+from shufl.results.experiment import _NO_METRICS
 from task_world import SETTINGS, TASKS
 
 

@@ -30,15 +30,15 @@ from run_world import (
     wait_until,
 )
 from shufl.accounting import Ledger
-from shufl.accounting.mechanisms import SeededRandomness
-from shufl.simulator.config import ConfigError, load
+from shufl.learning.config import ConfigError, load
+from shufl.learning.trained import sent
+from shufl.protocol.mechanisms import SeededRandomness
+from shufl.results.experiment import prepare
+from shufl.results.run import Run
 from shufl.simulator.engines import base
 from shufl.simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine
-from shufl.simulator.experiment import prepare
-from shufl.simulator.run import Run
-from shufl.trained import sent
 from warm import Warm
 
 HERE = Path(__file__).parent

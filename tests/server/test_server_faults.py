@@ -25,17 +25,19 @@ from ports import free_port
 from rounds import make_plan
 from run_world import LIMIT, json_lines, wait_until
 from shuffler_world import ShufflerHere
-from shufl.accounting import GaussianMechanism, Ledger
-from shufl.accounting.plan import Window
-from shufl.clients import ClientSettings, LocalTraining, make_client_app, node
+from shufl.accounting import Ledger
+from shufl.clients import ClientSettings, make_client_app, node
+from shufl.learning import LocalTraining
+from shufl.learning.tasks import CLASSIFICATION
+from shufl.protocol import GaussianMechanism
+from shufl.protocol.outcomes import AgreedNode
+from shufl.protocol.plan import Window
 from shufl.server import MOST_IN_VAIN, Mean, Optimiser, RoundFailed, ServerSettings, load_checkpoint
 from shufl.server.rounds import RoundLoop
-from shufl.server.words import AgreedNode
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.store.summed_batch import SummedBatch
-from shufl.simulator.tasks import CLASSIFICATION
 from tiny_disk import fill, tiny_disk_at
 
 NODES, USERS, WIDTH = 3, 12, 5

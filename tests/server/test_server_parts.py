@@ -4,15 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from shufl.server import (
-    Checkpoint,
-    CheckpointError,
-    Optimiser,
-    evaluate,
-    load_checkpoint,
-    read_checkpoint,
-)
-from shufl.simulator.tasks import CLASSIFICATION
+from shufl.learning import evaluate
+from shufl.learning.tasks import CLASSIFICATION
+from shufl.server import Checkpoint, CheckpointError, Optimiser, load_checkpoint, read_checkpoint
 
 
 def test_evaluation_counts_every_record_across_batches(device):

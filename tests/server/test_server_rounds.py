@@ -3,7 +3,7 @@
 import pytest
 
 from rounds import make_plan
-from shufl.server import AgreedNode
+from shufl.protocol import AgreedNode
 from shufl.server.fleet import NodeState, check_agreed, read_node
 from shufl.server.rounds import errors_told
 

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from rounds import make_plan, words
-from shufl.accounting.mechanisms import SeededRandomness
-from shufl.accounting.mechanisms.summed import (
+from shufl.protocol.mechanisms import SeededRandomness
+from shufl.protocol.mechanisms.summed import (
     mask,
     masked,
     new_seed,

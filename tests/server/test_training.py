@@ -7,6 +7,7 @@ from torch import nn
 
 from rounds import make_plan
 from shufl.accounting import Ledger
+from shufl.learning.tasks import CLASSIFICATION
 from shufl.server import (
     Aggregate,
     Optimiser,
@@ -16,7 +17,6 @@ from shufl.server import (
     TrainingSettings,
     load_checkpoint,
 )
-from shufl.simulator.tasks import CLASSIFICATION
 
 PLAN = make_plan(
     users=50, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=2.0, rounds=20, delta=0.02,

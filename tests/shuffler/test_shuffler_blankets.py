@@ -23,7 +23,7 @@ from scipy import stats
 import shuffler_world
 from run_world import LIMIT
 from shuffler_world import World, logged, raw_channel
-from shufl.accounting.mechanisms import (
+from shufl.protocol.mechanisms import (
     GaussianMechanism,
     SeededRandomness,
     SystemRandomness,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shuffler_world import PUBLIC_KEY, fill_up, plan, report
-from shufl.accounting import chain
+from shufl.protocol import hash_chain
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.record import verify
 from shufl.shuffler.store import runs
@@ -116,7 +116,7 @@ def test_lines_that_follow_each_other_and_make_no_sense_are_refused(directory: P
     file = directory / "record.jsonl"
     about = {"server": "", "plan": "{}", "report_bytes": 64}
     for nonsense in ({"event": "created", "run": "a", **about}, {"event": "ended", "run": "b"}):
-        file.write_bytes(chain.encode(nonsense, chain.START)[0])
+        file.write_bytes(hash_chain.encode(nonsense, hash_chain.START)[0])
         with pytest.raises(ValueError, match=r"record\.jsonl is another version's"):
             RunStore(directory)
 
@@ -172,8 +172,10 @@ def test_a_start_keeps_no_line_of_the_record(directory: Path):
     check = json.loads(lines[-1])["~check"]
     for number in range(4, 2004):
         about = {"event": "opened", "run": "run", "round": number, "commitment": "0" * 5000}
-        line, check = chain.encode(about, check)
-        ended, check = chain.encode({"event": "discarded", "run": "run", "round": number}, check)
+        line, check = hash_chain.encode(about, check)
+        ended, check = hash_chain.encode(
+            {"event": "discarded", "run": "run", "round": number}, check
+        )
         lines += line, ended
     (directory / "record.jsonl").write_bytes(b"".join(lines) + b"torn")
     tracemalloc.start()

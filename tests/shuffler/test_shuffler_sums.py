@@ -13,8 +13,8 @@ from scipy import stats
 import shuffler_world
 from run_world import LIMIT
 from shuffler_world import PUBLIC_KEY, ShufflerHere, World, only, plan
-from shufl.accounting.mechanisms import make_randomness
-from shufl.accounting.mechanisms.summed import mask, masked, new_seed, signed, steps_of_sums
+from shufl.protocol.mechanisms import make_randomness
+from shufl.protocol.mechanisms.summed import mask, masked, new_seed, signed, steps_of_sums
 from shufl.shuffler import (
     IntakeClient,
     ReportOpener,

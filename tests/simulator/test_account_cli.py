@@ -15,15 +15,10 @@ from typer.testing import CliRunner
 from nights import by_night
 from rounds import check_in, make_plan
 from run_world import shufl_command
-from shufl.accounting import (
-    ACCOUNTANTS,
-    Ledger,
-    LocalAccountant,
-    Shuffled,
-    make_accountant,
-)
-from shufl.accounting.digits import rounded_up
+from shufl.accounting import ACCOUNTANTS, Ledger, LocalAccountant, make_accountant
 from shufl.cli.__main__ import app
+from shufl.protocol import Shuffled
+from shufl.protocol.rounding import rounded_up
 from shufl.shuffler import report_length, sealed_length
 
 PAPER = "--n 60000 --gamma 0.1 --noise 5 --rounds 5540 --adjacency zero-out"

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from shufl.learning.config import load
+from shufl.learning.section import ConfigError
+from shufl.results.experiment import prepare
 from shufl.server import Aggregate, Mean
 from shufl.server.rounds import _together
-from shufl.simulator.config import load
 from shufl.simulator.engines.vectorised import VectorisedEngine
-from shufl.simulator.experiment import prepare
-from shufl.simulator.section import ConfigError
 
 
 class Nothing:

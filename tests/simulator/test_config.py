@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rounds import with_noise
-from shufl.simulator import names
-from shufl.simulator.config import ConfigError, dumps, load, shipped
-from shufl.simulator.experiment import prepare
+from shufl.learning import names
+from shufl.learning.config import ConfigError, dumps, load, shipped
+from shufl.results.experiment import prepare
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_overrides_take_toml_values_and_bare_words():
 @pytest.mark.slow
 def test_a_mistake_is_said_before_anything_heavy_is_imported():
     code = (
-        "import sys; from shufl.simulator.config import ConfigError, load\n"
+        "import sys; from shufl.learning.config import ConfigError, load\n"
         "try: load('quickstart', ['privacy.delta=2'])\n"
         "except ConfigError: print(sorted({'torch', 'flwr', 'ray', 'grpc', 'dp_accounting'}\n"
         "    & sys.modules.keys()))"

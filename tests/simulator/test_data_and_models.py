@@ -13,18 +13,18 @@ from flwr.app import ArrayRecord
 from sklearn.datasets import load_digits
 from torch import nn
 
-from shufl.clients import local_update, user_updates
+from shufl.learning import local_update, user_updates
+from shufl.learning.config import load
+from shufl.learning.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
+from shufl.learning.data.held_out import held_out
+from shufl.learning.data.partition import deal, load_user_records
+from shufl.learning.models import build_model
+from shufl.learning.section import ConfigError
+from shufl.learning.tasks import Form
+from shufl.learning.trained import frozen_digest, load_sent, sent
+from shufl.results.engine import engine_of
+from shufl.results.experiment import prepare
 from shufl.shuffler import model_digest
-from shufl.simulator.config import load
-from shufl.simulator.data.datasets import Dataset, copy_archives, dataset_digest, load_dataset
-from shufl.simulator.data.held_out import held_out
-from shufl.simulator.data.partition import deal, load_user_records
-from shufl.simulator.engines import engine_of
-from shufl.simulator.experiment import prepare
-from shufl.simulator.models import build_model
-from shufl.simulator.section import ConfigError
-from shufl.simulator.tasks import Form
-from shufl.trained import frozen_digest, load_sent, sent
 
 
 def test_digits_are_scikit_learns_split_in_fifths():

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from rounds import make_plan
 from shufl.cli.__main__ import app
 from shufl.clients import load_device
+from shufl.results.tables import epsilon_text
 from shufl.shuffler import RoundHeader
-from shufl.simulator.tables import epsilon_text
 
 OWNER = 'ledger = "device.db"\nmost_epsilon = 50.0\ndelta = 1e-5\n'
 

@@ -26,10 +26,10 @@ from shufl.deploy.doctor import examine
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.sites import NodeSite, load_site
+from shufl.learning.config import load
+from shufl.learning.section import ConfigError
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority, Request, make_flower_key
-from shufl.simulator.config import load
-from shufl.simulator.section import ConfigError
 
 
 @pytest.fixture(scope="module")

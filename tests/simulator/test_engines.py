@@ -9,11 +9,11 @@ import sys
 import pytest
 from rich.console import Console
 
+from shufl.learning.config import ConfigError, load
+from shufl.results.engine import ENGINES
+from shufl.results.run import Run
 from shufl.server import PlayedRound, Training
-from shufl.simulator.config import ConfigError, load
-from shufl.simulator.engines import ENGINES
 from shufl.simulator.engines.flower import FlowerEngine
-from shufl.simulator.run import Run
 
 
 class SilentEngine:
@@ -90,7 +90,7 @@ def test_rounds_are_played_again_only_where_they_end_the_same(
 # The main thread sleeps in a lock, as while Flower's engine works, and wakes for its own signals.
 _SIGNAL_TO_ANOTHER_THREAD = """
 import signal, sys, threading
-from shufl.simulator.engines.base import interrupts
+from shufl.results.interrupts import interrupts
 
 def get_signal():
     signal.pthread_kill(threading.get_ident(), int(sys.argv[1]))
@@ -117,7 +117,7 @@ def test_an_interrupt_that_another_thread_gets_ends_the_run_too(number):
 # The parent's own signal comes after the child's, and is passed on to its own descriptor.
 _SIGNAL_IN_A_CHILD = """
 import os, signal, threading
-from shufl.simulator.engines.base import interrupts
+from shufl.results.interrupts import interrupts
 
 stop, (read_end, write_end) = threading.Event(), os.pipe()
 os.set_blocking(write_end, False)

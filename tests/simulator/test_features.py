@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shufl.simulator.config import ConfigError, load
-from shufl.simulator.data import features
-from shufl.simulator.data.datasets import load_dataset
-from shufl.simulator.data.features import load_records, map_records
-from shufl.simulator.data.scattering import scattering
-from shufl.simulator.data.whitening import dead_leaves, whitened, whitening
-from shufl.simulator.experiment import prepare
+from shufl.learning.config import ConfigError, load
+from shufl.learning.data import features
+from shufl.learning.data.datasets import load_dataset
+from shufl.learning.data.features import load_records, map_records
+from shufl.learning.data.scattering import scattering
+from shufl.learning.data.whitening import dead_leaves, whitened, whitening
+from shufl.results.experiment import prepare
 
 
 @pytest.fixture

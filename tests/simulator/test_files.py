@@ -11,10 +11,10 @@ import torch
 from pyarrow import csv, parquet
 
 import shufl
-from shufl.simulator.config import dumps, load
-from shufl.simulator.data.files import RecordFile
-from shufl.simulator.experiment import prepare
-from shufl.simulator.section import ConfigError
+from shufl.learning.config import dumps, load
+from shufl.learning.data.files import RecordFile
+from shufl.learning.section import ConfigError
+from shufl.results.experiment import prepare
 
 PATIENTS, MEAN, STD = 40, [50.0, 25.0], [10.0, 4.0]
 

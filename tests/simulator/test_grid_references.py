@@ -3,11 +3,11 @@
 import pytest
 from torch import nn
 
-from shufl.simulator.config import load
+from shufl.learning.config import load
+from shufl.learning.section import ConfigError
 from shufl.simulator.grid.central import Reference
 from shufl.simulator.grid.points import check, play, read_result
 from shufl.simulator.grid.settings import load_grid
-from shufl.simulator.section import ConfigError
 
 DIGITS = ["privacy.rounds = 40", "privacy.check_in_rate = 0.25", "privacy.delta = 1e-5"]
 

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 
 from nights import by_night
 from run_world import shufl
-from shufl.accounting.mechanisms import SeededRandomness, clip
 from shufl.cli.__main__ import app
-from shufl.clients import local_update
-from shufl.simulator.config import ConfigError, load
+from shufl.learning import local_update
+from shufl.learning.config import ConfigError, load
+from shufl.protocol.mechanisms import SeededRandomness, clip
+from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
-from shufl.simulator.experiment import prepare
 
 USERS, RATE, CLIP = 80, 0.5, 0.3
 SETTINGS = [

@@ -8,15 +8,15 @@ import pytest
 import torch
 from scipy import stats
 
-from shufl.simulator.config import load
-from shufl.simulator.data.datasets import load_dataset
-from shufl.simulator.experiment import prepare
+from shufl.learning.config import load
+from shufl.learning.data.datasets import load_dataset
+from shufl.learning.models import Additive
+from shufl.learning.section import ConfigError
+from shufl.results.experiment import prepare
 from shufl.simulator.grid.central import Reference
 from shufl.simulator.grid.central_users import UserReference, trusted
 from shufl.simulator.grid.points import check, play, read_result
 from shufl.simulator.grid.settings import Point
-from shufl.simulator.models import Additive
-from shufl.simulator.section import ConfigError
 from task_world import SETTINGS, SIZES, USERS
 
 FILES = {

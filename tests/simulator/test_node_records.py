@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from shufl.deploy.node import _check_records, _from_folder, _mapped
-from shufl.simulator.section import ConfigError
-from shufl.simulator.tasks import Form
+from shufl.learning.section import ConfigError
+from shufl.learning.tasks import Form
 
 SITE = Form((3,), 4)
 TYPES = "float32", "int64"

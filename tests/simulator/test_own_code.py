@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from shufl.simulator.models import build_model
-from shufl.simulator.own_code import code_digest
-from shufl.simulator.section import Carried, ConfigError
-from shufl.simulator.tasks import Form
+from shufl.learning.models import build_model
+from shufl.learning.own_code import code_digest
+from shufl.learning.section import Carried, ConfigError
+from shufl.learning.tasks import Form
 
 FILES = {
     "ours/__init__.py": "",

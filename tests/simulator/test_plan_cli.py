@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from nights import by_night
-from shufl.accounting import CheckIn, GaussianMechanism, Shuffled, make_accountant
+from shufl.accounting import make_accountant
 from shufl.cli.__main__ import app
-from shufl.simulator.config import load
+from shufl.learning.config import load
+from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
 
 ASKED = ["plan", "--users", "3000", "--epsilon", "1.5", "--delta", "1e-6"]
 

@@ -17,17 +17,17 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from run_world import LIMIT, shufl_command, wait_until
-from shufl.accounting.digits import rounded_down, rounded_up
-from shufl.accounting.lines import one_line
 from shufl.cli.__main__ import app, main
 from shufl.cli.options import print_error
-from shufl.server import RoundRecord
-from shufl.simulator.config import load
-from shufl.simulator.console import Console
-from shufl.simulator.engines import engine_of
-from shufl.simulator.experiment import prepare
-from shufl.simulator.progress import RoundProgress
-from shufl.simulator.run import _describe
+from shufl.learning.config import load
+from shufl.protocol import RoundRecord
+from shufl.protocol.console import Console
+from shufl.protocol.rounding import rounded_down, rounded_up
+from shufl.protocol.text import one_line
+from shufl.results.engine import engine_of
+from shufl.results.experiment import prepare
+from shufl.results.progress import RoundProgress
+from shufl.results.run import _describe
 
 OUTSIDE = ["pip install 'shufl[node]'", "[red]x", "[/]", "a:cat:b", "\\[bold]y", "[@click=z]w"]
 

@@ -26,17 +26,17 @@ from shufl.deploy.provision import provision
 from shufl.deploy.register import register
 from shufl.deploy.server_app import DeployedEngine, deployed_experiment
 from shufl.deploy.sites import OUTCOME_FILE, STOP_FILE, NodeSite, ServerSite, load_site
+from shufl.learning.config import load
+from shufl.learning.data.datasets import load_dataset
+from shufl.learning.section import ConfigError
+from shufl.results.engine import EngineFailed
+from shufl.results.experiment import prepare
+from shufl.results.run import Run, make_folder
 from shufl.shuffler import Credentials, RoundHeader
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import Authority, Request, make_flower_key
 from shufl.shuffler.store.floor import Floor
-from shufl.simulator.config import load
-from shufl.simulator.data.datasets import load_dataset
-from shufl.simulator.engines import EngineFailed
-from shufl.simulator.experiment import prepare
-from shufl.simulator.run import Run, make_folder
-from shufl.simulator.section import ConfigError
 
 RUN = {
     "name": "digits",
@@ -364,7 +364,7 @@ def test_a_second_deployment_has_sites_on_the_same_machine(base):
 
 @pytest.mark.slow
 def test_modules_of_the_reader_come_to_whoever_runs_them(base):
-    model = "from shufl.simulator.models import mlp\n\nwide = mlp\n"
+    model = "from shufl.learning.models import mlp\n\nwide = mlp\n"
     records = "def of_ward(user):\n    return features[user], labels[user]\n"
     (base / "own").mkdir()
     (base / "own/models.py").write_text(model)
@@ -602,7 +602,7 @@ def test_data_that_differ_between_machines_are_refused_on_both_sides(base, monke
     """Each loads them anew: with another split, nodes would train on the server's test records."""
     (base / "cuts.py").write_text(
         "import numpy as np\n"
-        "from shufl.simulator.data.datasets import Dataset\n"
+        "from shufl.learning.data.datasets import Dataset\n"
         "def at_random():\n"
         "    x, y = np.random.default_rng().random((200, 4), np.float32), np.arange(200) % 2\n"
         "    return Dataset(x[:150], y[:150], x[150:], y[150:], classes=2)\n"

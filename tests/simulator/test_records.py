@@ -3,8 +3,8 @@
 import pytest
 
 from rounds import make_plan
-from shufl.server import RoundRecord
-from shufl.simulator.records import RunRecorder
+from shufl.protocol import RoundRecord
+from shufl.results.rows import RunRecorder
 
 PLAN = make_plan(
     users=100, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=5.0, rounds=10, delta=1e-3,

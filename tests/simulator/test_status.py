@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from shufl.accounting import Ledger
 from shufl.cli.__main__ import app
-from shufl.simulator.config import load
-from shufl.simulator.run import Run
+from shufl.learning.config import load
+from shufl.results.run import Run
 
 
 @pytest.fixture(scope="module")

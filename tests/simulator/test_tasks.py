@@ -8,15 +8,15 @@ from torch.nn import functional
 
 import shufl
 from nights import by_night
-from shufl.accounting.mechanisms import SeededRandomness, clip
-from shufl.clients import local_update
-from shufl.simulator.config import load
-from shufl.simulator.engines import engine_of
+from shufl.learning import local_update
+from shufl.learning.config import load
+from shufl.learning.section import ConfigError
+from shufl.learning.tasks import CLASSIFICATION, NEXT_TOKEN, PADDING, REGRESSION
+from shufl.learning.trained import sent
+from shufl.protocol.mechanisms import SeededRandomness, clip
+from shufl.results.engine import engine_of
+from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum
-from shufl.simulator.experiment import prepare
-from shufl.simulator.section import ConfigError
-from shufl.simulator.tasks import CLASSIFICATION, NEXT_TOKEN, PADDING, REGRESSION
-from shufl.trained import sent
 from task_world import PARTS, SEED, SETTINGS, SIZES, TASKS, USERS, houses
 
 

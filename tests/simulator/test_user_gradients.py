@@ -13,9 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from nights import by_night
-from shufl.accounting.mechanisms import clip
-from shufl.clients import LocalTraining, ModuleState, local_update, user_updates
-from shufl.clients import update as client_update
+from shufl.learning import LocalTraining, ModuleState, local_update, user_updates
+from shufl.learning import update as client_update
+from shufl.learning.models import build_model, logistic_regression, mlp, small_cnn
+from shufl.learning.tasks import Form
+from shufl.protocol.mechanisms import clip
 from shufl.simulator.engines.book_keeping import Unsupported
 from shufl.simulator.engines.gradient_forms import Clipping, squared_lengths_of
 from shufl.simulator.engines.report_sum import sizes_to_try
@@ -25,8 +27,6 @@ from shufl.simulator.engines.user_gradients import (
     clipped_sum_of_updates,
     fastest_method,
 )
-from shufl.simulator.models import build_model, logistic_regression, mlp, small_cnn
-from shufl.simulator.tasks import Form
 
 pytestmark = pytest.mark.slow
 

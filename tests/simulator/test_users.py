@@ -19,16 +19,16 @@ from typer.testing import CliRunner
 from run_world import tiny_config
 from shufl.cli.__main__ import app
 from shufl.deploy.node import _check_records, _from_file, _without_quotes, users_told
-from shufl.simulator.config import Data, load
-from shufl.simulator.console import Console
-from shufl.simulator.data.datasets import Dataset, load_dataset
-from shufl.simulator.data.files import RecordFile
-from shufl.simulator.data.users import looks, number_users
-from shufl.simulator.experiment import prepare
+from shufl.learning.config import Data, load
+from shufl.learning.data.datasets import Dataset, load_dataset
+from shufl.learning.data.files import RecordFile
+from shufl.learning.data.users import looks, number_users
+from shufl.learning.section import ConfigError
+from shufl.learning.tasks import Form
+from shufl.protocol.console import Console
+from shufl.results.experiment import prepare
+from shufl.results.run import Run
 from shufl.simulator.histogram import count_column
-from shufl.simulator.run import Run
-from shufl.simulator.section import ConfigError
-from shufl.simulator.tasks import Form
 
 WHO = torch.arange(6) // 2
 VISITS = {"p-1": 3, "p-2": 1, "p-3": 2}

@@ -21,19 +21,19 @@ from typer.testing import CliRunner
 
 from nights import by_night
 from shufl.accounting import Ledger, LocalAccountant, PrivacyBudget
-from shufl.accounting.mechanisms import SeededRandomness, clip, make_randomness
 from shufl.cli.__main__ import app
-from shufl.clients import local_update
+from shufl.learning import local_update
+from shufl.learning.config import ConfigError, load
+from shufl.learning.data.partition import PartitionedRecords
+from shufl.learning.models import mlp
+from shufl.learning.trained import sent
+from shufl.protocol.mechanisms import SeededRandomness, clip, make_randomness
+from shufl.results.experiment import prepare
+from shufl.results.run import Run
 from shufl.server import RoundFailed
-from shufl.simulator.config import ConfigError, load
-from shufl.simulator.data.partition import PartitionedRecords
 from shufl.simulator.engines import vectorised
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
-from shufl.simulator.experiment import prepare
-from shufl.simulator.models import mlp
-from shufl.simulator.run import Run
-from shufl.trained import sent
 
 USERS, RATE, NOISE, CLIP = 60, 0.5, 1.0, 0.3
 SETTINGS = [

@@ -7,7 +7,10 @@ import gc
 import io
 import logging
 import os
+import pkgutil
 import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 if __name__ == "__main__":
     from shufl.cli import hear_signals
@@ -17,53 +20,74 @@ if __name__ == "__main__":
 import click
 import typer
 from click.exceptions import NoArgsIsHelpError
+from typer.core import TyperGroup
 
-from shufl.cli.account import account_command, compare_command
-from shufl.cli.audit import audit_command
-from shufl.cli.calibrate import calibrate_command
-from shufl.cli.deployment import (
-    doctor_command,
-    metrics_command,
-    node_command,
-    provision_command,
-    register_command,
-    rehearse_command,
-    status_command,
-)
-from shufl.cli.device import device_app
-from shufl.cli.experiment import experiment_command, report_command, run_command
-from shufl.cli.histogram import histogram_command
 from shufl.cli.options import missing_extra, print_error
-from shufl.cli.plan import plan_command
-from shufl.cli.shuffler import keys_app, record_app, shuffler_command
+
+_COMMANDS = {
+    "run": "experiment:run_command",
+    "histogram": "histogram:histogram_command",
+    "experiment": "experiment:experiment_command",
+    "report": "experiment:report_command",
+    "plan": "plan:plan_command",
+    "account": "account:account_command",
+    "calibrate": "calibrate:calibrate_command",
+    "compare": "account:compare_command",
+    "audit": "audit:audit_command",
+    "shuffler": "shuffler:shuffler_command",
+    "node": "deployment:node_command",
+    "status": "deployment:status_command",
+    "doctor": "deployment:doctor_command",
+    "metrics": "deployment:metrics_command",
+    "provision": "deployment:provision_command",
+    "register": "deployment:register_command",
+    "rehearse": "deployment:rehearse_command",
+    "keys": "shuffler:keys_app",
+    "device": "device:device_app",
+    "record": "shuffler:record_app",
+}
+"""Where each command is. Only the module of the one that was given is imported."""
+
+
+class _Commands(Mapping[str, click.Command]):
+    """Imports a command, or a group of commands, when it is looked up."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        found = pkgutil.resolve_name(f"shufl.cli.{_COMMANDS[name]}")
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command()(function)
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+class _Group(TyperGroup):
+    """The group of all commands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = _Commands()  # type: ignore[assignment]  # nobody changes it
+
 
 app = typer.Typer(
-    help="Federated learning in the shuffle model of differential privacy.",
+    cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     suggest_commands=False,  # click does, too
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(run_command)
-app.command("histogram")(histogram_command)
-app.command("experiment")(experiment_command)
-app.command("report")(report_command)
-app.command("plan")(plan_command)
-app.command("account")(account_command)
-app.command("calibrate")(calibrate_command)
-app.command("compare")(compare_command)
-app.command("audit")(audit_command)
-app.command("shuffler")(shuffler_command)
-app.command("node")(node_command)
-app.command("status")(status_command)
-app.command("doctor")(doctor_command)
-app.command("metrics")(metrics_command)
-app.command("provision")(provision_command)
-app.command("register")(register_command)
-app.command("rehearse")(rehearse_command)
-app.add_typer(keys_app, name="keys")
-app.add_typer(device_app, name="device")
-app.add_typer(record_app, name="record")
+
+
+@app.callback()
+def _shufl() -> None:
+    """Federated learning in the shuffle model of differential privacy."""
 
 
 def main() -> None:

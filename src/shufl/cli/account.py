@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shufl.accounting.digits import rounded_up
 from shufl.cli import options
-from shufl.simulator.console import Console
-from shufl.simulator.plots import check_format, draw, style_of
-from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
+from shufl.protocol.console import Console
+from shufl.protocol.rounding import rounded_up
+from shufl.results.plots import check_format, draw, style_of
+from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
 
 def account_command(
@@ -37,7 +37,7 @@ def account_command(
     with options.failing(ValueError, LedgerError):
         if run is not None:
             options.check_alone("a run folder, which has its plan", "json")
-            from shufl.simulator.records import read_run  # slow to import
+            from shufl.results.rows import read_run  # slow to import
 
             ledger, records = read_run(run)
             plan, count = ledger.plan, len(ledger.entries)
@@ -80,8 +80,9 @@ def compare_command(
     json: options.Json = False,
 ) -> None:
     """Print, and plot, ε against rounds by every accountant side by side."""
-    from shufl.accounting import RandomisedResponse, price
+    from shufl.accounting import price
     from shufl.accounting.peers import comparisons
+    from shufl.protocol import RandomisedResponse
 
     with options.failing(ValueError, OSError):
         given = n, gamma, noise, rounds, delta, adjacency, blankets, mechanism

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shufl.cli import end_in_order, options
-from shufl.simulator.console import Console
+from shufl.protocol.console import Console
 
 Accountants = Annotated[
     list[str] | None,
@@ -111,11 +111,11 @@ def _end_to_end(
     import secrets
     import signal
 
+    from shufl.learning.config import load
+    from shufl.learning.section import make_importable
+    from shufl.results.experiment import prepare
     from shufl.shuffler import ShufflerError
     from shufl.simulator.canary import check_end_to_end
-    from shufl.simulator.config import load
-    from shufl.simulator.experiment import prepare
-    from shufl.simulator.section import make_importable
 
     make_importable([Path(config).parent, Path.cwd()])
     with options.failing(ValueError, ShufflerError):

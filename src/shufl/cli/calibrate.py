@@ -9,9 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from shufl.accounting.digits import rounded_down, rounded_up
 from shufl.cli import options
-from shufl.simulator.console import Console
+from shufl.protocol.console import Console
+from shufl.protocol.rounding import rounded_down, rounded_up
 
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan

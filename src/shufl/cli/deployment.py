@@ -16,9 +16,8 @@ import typer
 from rich.table import Table
 
 from shufl.cli import end_in_order, options
-from shufl.simulator.console import Console
-from shufl.simulator.logs import log_handler
-from shufl.simulator.tables import epsilon_text, score_text
+from shufl.protocol.console import Console
+from shufl.protocol.logs import log_handler
 
 _File = Annotated[Path, typer.Argument(help="The deployment's file; see docs/deployment.md.")]
 
@@ -54,8 +53,8 @@ def provision_command(
     """
     from shufl.deploy.plan import Deployment
     from shufl.deploy.provision import provision
+    from shufl.learning.section import ConfigError, make_importable
     from shufl.shuffler.keys import check_days
-    from shufl.simulator.section import ConfigError, make_importable
 
     base = deployment.absolute().parent
     make_importable([base])
@@ -120,9 +119,9 @@ def rehearse_command(
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
     from shufl.deploy.plan import Deployment
     from shufl.deploy.rehearse import rehearse
+    from shufl.learning.section import ConfigError, make_importable
+    from shufl.results.engine import EngineFailed
     from shufl.server import RoundFailed
-    from shufl.simulator.engines import EngineFailed
-    from shufl.simulator.section import ConfigError, make_importable
 
     base = deployment.absolute().parent
     make_importable([base])
@@ -164,7 +163,7 @@ def node_command(
     from shufl.clients import serve_device
     from shufl.deploy.node import node_settings
     from shufl.deploy.sites import NodeSite, load_site
-    from shufl.simulator.section import make_importable
+    from shufl.learning.section import make_importable
 
     make_importable([folder])
     with options.failing(ValueError):
@@ -181,7 +180,7 @@ def doctor_command(
     Exits with 1 if anything is wrong, and says what mends it.
     """
     from shufl.deploy.doctor import examine
-    from shufl.simulator.section import make_importable
+    from shufl.learning.section import make_importable
 
     make_importable([folder])
     with options.failing(OSError, ValueError):
@@ -217,8 +216,8 @@ def register_command(
     Run it again whenever that folder has changed, also while a run goes on.
     """
     from shufl.deploy.register import register
-    from shufl.simulator.engines import EngineFailed
-    from shufl.simulator.section import ConfigError
+    from shufl.learning.section import ConfigError
+    from shufl.results.engine import EngineFailed
 
     with options.failing(ConfigError, OSError), options.failing(EngineFailed, code=1):
         for line in register(site):
@@ -238,7 +237,8 @@ def status_command(
     """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
     from shufl.deploy.sites import ServerSite, load_site
     from shufl.deploy.status import newest_run, status_of
-    from shufl.simulator.section import ConfigError
+    from shufl.learning.section import ConfigError
+    from shufl.results.tables import epsilon_text, score_text
 
     here = Path("server.toml")
     with options.failing(ConfigError, OSError):

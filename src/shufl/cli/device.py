@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shufl.accounting.digits import rounded_up
 from shufl.cli import options
-from shufl.simulator.console import Console
-from shufl.simulator.tables import epsilon_text
+from shufl.protocol.console import Console
+from shufl.protocol.rounding import rounded_up
+from shufl.results.tables import epsilon_text
 
 device_app = typer.Typer(
+    add_completion=False,
+    suggest_commands=False,
     help="A device's own ledger: what it was offered, and its owner's limits.",
     no_args_is_help=True,
 )

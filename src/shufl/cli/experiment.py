@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -63,8 +64,8 @@ def run_command(
 
     By default on Flower and Ray with a real shuffler.
     """
-    from shufl.simulator.config import load
-    from shufl.simulator.section import ConfigError, make_importable
+    from shufl.learning.config import load
+    from shufl.learning.section import ConfigError, make_importable
 
     make_importable([Path(config or "").parent, Path.cwd()])
     with failing(ConfigError):  # before torch, Flower and Ray are imported
@@ -81,12 +82,12 @@ def run_command(
     from torch import OutOfMemoryError
 
     from shufl.accounting import LedgerError
+    from shufl.protocol.console import Console
+    from shufl.results.engine import EngineFailed
+    from shufl.results.rows import MetricsError
+    from shufl.results.run import Run
     from shufl.server import CheckpointError, RoundFailed
     from shufl.shuffler import ShufflerError
-    from shufl.simulator.console import Console
-    from shufl.simulator.engines import EngineFailed
-    from shufl.simulator.records import MetricsError
-    from shufl.simulator.run import Run
 
     early = (CheckpointError, EngineFailed, LedgerError, MetricsError, RoundFailed, ShufflerError)
     with failing(ConfigError), failing(*early, OSError, OutOfMemoryError, code=1):
@@ -127,10 +128,10 @@ def experiment_command(
     Ray is the one at RAY_ADDRESS, else one of this machine's own. After an interruption the same
     command goes on.
     """
-    from shufl.simulator.console import Console
-    from shufl.simulator.engines import EngineFailed
+    from shufl.learning.section import ConfigError, make_importable
+    from shufl.protocol.console import Console
+    from shufl.results.engine import EngineFailed
     from shufl.simulator.grid.runner import play_grid
-    from shufl.simulator.section import ConfigError, make_importable
 
     make_importable([Path(grid).parent, Path.cwd()])
     with failing(EngineFailed, OSError, ValueError, code=1), failing(ConfigError):
@@ -157,8 +158,7 @@ def report_command(
     It needs no network: mail it, or open it on a phone.
     """
     from shufl.accounting import LedgerError
-    from shufl.simulator.pages import page_of
-    from shufl.simulator.section import make_importable
+    from shufl.learning.section import make_importable
 
     make_importable([Path.cwd()])  # for an experiment's models and datasets
     target = output or path / "report.html"
@@ -167,3 +167,29 @@ def report_command(
             check_file("--output", output)
         target.write_text(page_of(path), encoding="utf-8")
     typer.echo(f"written: {target}")
+
+
+def page_of(folder: Path) -> str:
+    """The page of a run folder, or of an experiment's folder in `results`.
+
+    Raises:
+        ValueError: it is neither, or something in it is damaged; one line.
+        LedgerError: a run's ledger is damaged.
+        ConfigError: a grid's configurations are not there any more.
+        OSError: something cannot be read.
+    """
+    from shufl.results.pages import page_of_run
+
+    try:
+        if (folder / "plan.json").is_file():
+            return page_of_run(folder)
+        if (folder / "grid.json").is_file():
+            from shufl.simulator.grid.page import page_of_grid  # it needs torch
+
+            return page_of_grid(folder)
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} has a damaged file: {error}") from error
+    raise ValueError(
+        f"{folder} must be a run folder, which has a plan.json, or the folder of an experiment, "
+        "which has a grid.json"
+    )

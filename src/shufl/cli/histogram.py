@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.table import Table
 
-from shufl.accounting.digits import rounded_up
 from shufl.cli import options
 from shufl.cli.options import needed
-from shufl.simulator.console import Console
-from shufl.simulator.data.users import spaced
-from shufl.simulator.plots import draw
-from shufl.simulator.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
+from shufl.learning.data.users import spaced
+from shufl.protocol.console import Console
+from shufl.protocol.rounding import rounded_up
+from shufl.results.plots import draw
+from shufl.results.tables import epsilon_rows, epsilon_text, print_epsilons, too_few_present
 
 if TYPE_CHECKING:
     from shufl.accounting import PrivacyPlan
@@ -75,7 +75,7 @@ def histogram_command(
 ) -> None:
     """Estimate the share of each category, with error bars, and print ε by every accountant."""
     from shufl.accounting import LedgerError, epsilon_table
-    from shufl.accounting.validation import choice
+    from shufl.protocol.validation import choice
     from shufl.simulator.histogram import count_column, plan_for, simulate
 
     if out is not None:
@@ -158,11 +158,11 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
 
 def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool, str]:
     """Of a run that has ended: plan, estimate, `too_few_present`, and where its users come from."""
-    from shufl.accounting import RandomisedResponse
-    from shufl.server import load_tensors
-    from shufl.simulator.config import load
+    from shufl.learning import load_tensors
+    from shufl.learning.config import load
+    from shufl.protocol import RandomisedResponse
+    from shufl.results.rows import read_run
     from shufl.simulator.histogram import Histogram
-    from shufl.simulator.records import read_run
 
     ledger, rows = read_run(folder)
     plan = ledger.plan

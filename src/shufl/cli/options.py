@@ -13,7 +13,7 @@ import typer
 from click.core import ParameterSource
 from pydantic_core import to_json
 
-from shufl.accounting.lines import one_line
+from shufl.protocol.text import one_line
 
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan, PrivacyPlan
@@ -105,8 +105,8 @@ def open_plan(
 ) -> OpenPlan:
     """The plan of these options, open where they are None; a mistake names its option."""
     from shufl.accounting import OpenPlan
-    from shufl.accounting.mechanisms import MECHANISMS
-    from shufl.accounting.validation import choice
+    from shufl.protocol.mechanisms import MECHANISMS
+    from shufl.protocol.validation import choice
 
     choice("--mechanism", mechanism, tuple(MECHANISMS))
     if mixing == "sum":

@@ -10,9 +10,9 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from shufl.accounting.digits import rounded_up
 from shufl.cli import options
-from shufl.simulator.console import Console
+from shufl.protocol.console import Console
+from shufl.protocol.rounding import rounded_up
 
 if TYPE_CHECKING:
     from shufl.accounting import OpenPlan
@@ -92,7 +92,7 @@ def plan_command(
                 f"takes, got {device_megabytes}"
             )
         if write is not None and setting is not None:  # else the file could not be run
-            from shufl.simulator.data.partition import check_enough  # which needs torch
+            from shufl.learning.data.partition import check_enough  # which needs torch
 
             check_enough(setting.records, users, "iid")
         plans = find_plans(question)
@@ -131,7 +131,7 @@ _WITHOUT_COVER = (
 
 def _configuration(dataset: str, asked: OpenPlan, row: dict[str, Any]) -> str:
     """The configuration of a plan, as TOML."""
-    from shufl.simulator.config import dumps, load
+    from shufl.learning.config import dumps, load
     from shufl.simulator.grid.plans import SETTINGS
 
     values = {

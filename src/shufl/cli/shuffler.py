@@ -36,6 +36,8 @@ def shuffler_command(
 
 
 keys_app = typer.Typer(
+    add_completion=False,
+    suggest_commands=False,
     help="Make certificates. No private key leaves the machine it was made on.",
     no_args_is_help=True,
 )
@@ -138,7 +140,10 @@ def sign_command(
 
 
 record_app = typer.Typer(
-    help="A shuffler's public record of rounds: fetch it, check it.", no_args_is_help=True
+    add_completion=False,
+    suggest_commands=False,
+    help="A shuffler's public record of rounds: fetch it, check it.",
+    no_args_is_help=True,
 )
 
 

@@ -1,0 +1,30 @@
+from .algorithms import STEPS, Step
+from .dropout import SeededDropout, unfolded_attention
+from .evaluation import Measure, evaluate
+from .local_training import LocalTraining, Loss, UserRecords, cross_entropy
+from .module_state import ModuleState, StateError
+from .tensor_files import load_tensors, save_tensors
+from .update import as_keys, epochs_of_users, in_type, local_update, record_orders, user_updates
+
+__all__ = [
+    "STEPS",
+    "LocalTraining",
+    "Loss",
+    "Measure",
+    "ModuleState",
+    "SeededDropout",
+    "StateError",
+    "Step",
+    "UserRecords",
+    "as_keys",
+    "cross_entropy",
+    "epochs_of_users",
+    "evaluate",
+    "in_type",
+    "load_tensors",
+    "local_update",
+    "record_orders",
+    "save_tensors",
+    "unfolded_attention",
+    "user_updates",
+]

@@ -1,0 +1,401 @@
+"""Datasets: digits (scikit-learn), MNIST, Fashion-MNIST, CIFAR-10 (torchvision), or the reader's.
+
+torchvision's archives are taken from the folder named by SHUFL_DATA when they are there, and
+downloaded otherwise; either way they are verified and unpacked by torchvision in a cache folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shufl.learning.data.files import RecordFile
+from shufl.learning.data.users import number_users, where
+from shufl.learning.names import DATASETS
+from shufl.learning.section import Carried, ConfigError, find, is_carried, one_line, readers_code
+from shufl.learning.tasks import PADDING, Form, Task
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A dataset in memory. A reader's may have arrays of numpy for its tensors.
+
+    Attributes:
+        train_features, test_features: shape (r, ...), uint8 or float32, which `inputs` normalises;
+            or int64, such as the ids of tokens, which a model gets as they are.
+        train_labels, test_labels: shape (r, ...). For classification int64 of shape (r,), from 0 to
+            `classes` - 1; for regression float32; for next-token int64 of shape (r, t), of which
+            -100 does not count; for a task of one's own int64 or float32.
+        classes: how many classes or tokens there are; regression has none.
+        scale: what raw values are divided by.
+        mean, std: of the training records after division by `scale`: one number, or one for each
+            channel. They are not protected, so they must not be estimated from users' data; those
+            of the datasets here are published constants.
+        users: whose each training record is: ids that `number_users` takes. Here they become 0 to
+            n - 1, in the order of appearance: int64 of shape (r,). None: the data do not say.
+        task: what is learnt: a name (`data.task`), or a `Task`.
+    """
+
+    train_features: torch.Tensor
+    train_labels: torch.Tensor
+    test_features: torch.Tensor
+    test_labels: torch.Tensor
+    classes: int | None = None
+    scale: float = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    users: torch.Tensor | None = None
+    task: str | Task = "classification"
+
+    if TYPE_CHECKING:  # a reader may give arrays; `load_dataset` makes tensors of them
+
+        def __init__(
+            self,
+            train_features: torch.Tensor | np.ndarray,
+            train_labels: torch.Tensor | np.ndarray,
+            test_features: torch.Tensor | np.ndarray,
+            test_labels: torch.Tensor | np.ndarray,
+            classes: int | None = None,
+            scale: float = 1.0,
+            mean: Sequence[float] = (0.0,),
+            std: Sequence[float] = (1.0,),
+            users: Sequence[Hashable] | torch.Tensor | np.ndarray | None = None,
+            task: str | Task = "classification",
+        ) -> None: ...
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one record."""
+        return tuple(self.train_features.shape[1:])
+
+    def form(self, task: str | None = None) -> Form:
+        """What a record is made of, for a task or for that of the dataset.
+
+        If the task is an object, a configuration has only its name, and the dataset has the object.
+        """
+        if task is None or is_carried(task):
+            task = self.task_name
+        labels = self.train_labels
+        tokens = self.train_features.dtype == torch.int64
+        return Form(
+            self.input_shape,
+            self.classes or labels.shape[1:].numel(),
+            "int64" if tokens else "float32",
+            tuple(labels.shape[1:]),
+            "int64" if labels.dtype == torch.int64 else "float32",
+            task,
+        )
+
+    @functools.cached_property
+    def task_name(self) -> str:
+        """What a configuration calls the task."""
+        return Carried("task", self.task) if isinstance(self.task, Task) else self.task
+
+    def inputs(self, raw: torch.Tensor) -> torch.Tensor:
+        """Raw records as model input, float32 of the same shape, normalised per channel.
+
+        What is normalised already is not copied. Records of int64 stay as they are.
+        """
+        if raw.dtype == torch.int64:
+            return raw
+        if not self.normalises:
+            return raw.float()
+        mean, std = (each.to(raw.device) for each in self._mean_and_std)
+        return (raw / self.scale).sub_(mean).div_(std)
+
+    @property
+    def normalises(self) -> bool:
+        """Whether records are changed before a model gets them."""
+        return (self.scale, self.mean, self.std) != (1.0, (0.0,), (1.0,))
+
+    @functools.cached_property
+    def _mean_and_std(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation, in a shape that fits records."""
+        shape = (-1, *([1] * (len(self.input_shape) - 1)))
+        return torch.tensor(self.mean).reshape(shape), torch.tensor(self.std).reshape(shape)
+
+
+def digits() -> Dataset:
+    """1 797 handwritten digits, 8x8, values 0 to 16; a fixed fifth of them is the test set."""
+    # Only the file: every Ray worker would take a second to import scikit-learn.
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), delimiter=",", dtype=np.float32)
+    rows = rows[np.random.Generator(np.random.Philox(key=1797)).permutation(len(rows))]
+    features = torch.from_numpy(rows[:, :-1].reshape(-1, 1, 8, 8))
+    labels = torch.from_numpy(rows[:, -1]).long()
+    split = len(labels) * 4 // 5
+    return Dataset(
+        train_features=features[:split],
+        train_labels=labels[:split],
+        test_features=features[split:],
+        test_labels=labels[split:],
+        classes=10,
+        scale=16.0,
+        mean=(0.5,),
+        std=(0.5,),
+    )
+
+
+def _idx(class_name: str, mean: float, std: float) -> Dataset:
+    """MNIST or a dataset in its format: 28x28, one channel."""
+    train, test = _torchvision(class_name, Path(class_name) / "raw", "*-ubyte.gz")
+    return Dataset(
+        train_features=train.data.unsqueeze(1),
+        train_labels=train.targets.long(),
+        test_features=test.data.unsqueeze(1),
+        test_labels=test.targets.long(),
+        classes=10,
+        scale=255.0,
+        mean=(mean,),
+        std=(std,),
+    )
+
+
+def cifar10() -> Dataset:
+    """CIFAR-10: 32x32, three channels."""
+    train, test = _torchvision("CIFAR10", Path(), "cifar-10-python.tar.gz")
+    return Dataset(
+        train_features=torch.from_numpy(train.data).permute(0, 3, 1, 2).contiguous(),
+        train_labels=torch.tensor(train.targets),
+        test_features=torch.from_numpy(test.data).permute(0, 3, 1, 2).contiguous(),
+        test_labels=torch.tensor(test.targets),
+        classes=10,
+        scale=255.0,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+    )
+
+
+def _torchvision(class_name: str, folder: Path, pattern: str) -> tuple[Any, Any]:
+    """The training and the test set of a torchvision dataset, from SHUFL_DATA or by download."""
+    import torchvision.datasets
+
+    cache = cache_folder()
+    if local := os.environ.get("SHUFL_DATA"):
+        copy_archives(Path(local).expanduser(), cache, folder, pattern)
+    remove_cut_short(cache / folder, pattern)
+    constructor = getattr(torchvision.datasets, class_name)
+    try:
+        return constructor(cache, train=True, download=True), constructor(
+            cache, train=False, download=True
+        )
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"{class_name} could not be downloaded, verified or read ({one_line(error)}); put its "
+            f"archives ({folder / pattern}) in a folder and name that folder in SHUFL_DATA, or "
+            f"delete {cache / folder} if files there were cut short"
+        ) from error
+
+
+def copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
+    """Copies archives not yet in the cache; the local folder stays as it is."""
+    if not local.is_dir():
+        raise ConfigError(f"SHUFL_DATA must name an existing folder, got {local}")
+    for archive in sorted((local / folder).glob(pattern)):
+        target = cache / folder / archive.name
+        if target.exists() and target.stat().st_size == archive.stat().st_size:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.{os.getpid()}")
+        shutil.copyfile(archive, temporary)
+        temporary.replace(target)
+
+
+def remove_cut_short(folder: Path, pattern: str) -> None:
+    """Removes unpacked files that are not as long as their gzip archives say, beside these.
+
+    torchvision unpacks what is missing, but takes a file as it is where its unpacking was killed.
+    """
+    for archive in folder.glob(pattern):
+        unpacked = archive.with_suffix("")
+        length = int.from_bytes(archive.read_bytes()[-4:], "little")  # RFC 1952: ISIZE
+        if unpacked.is_file() and unpacked.stat().st_size != length:
+            unpacked.unlink()
+
+
+def cache_folder() -> Path:
+    """Where datasets and features are kept: $XDG_CACHE_HOME/shufl, or ~/.cache/shufl."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shufl"
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
+
+
+mnist = functools.partial(_idx, "MNIST", 0.1307, 0.3081)
+fashion_mnist = functools.partial(_idx, "FashionMNIST", 0.2860, 0.3530)
+
+
+@functools.lru_cache(maxsize=1)
+def load_dataset(name: str | RecordFile) -> Dataset:
+    """The dataset of that name or file, kept in memory for the process.
+
+    A name is a key of DATASETS, or `module:callable`. The callable takes nothing and returns a
+    `Dataset`, the same one at every call: each process that needs it calls it anew.
+
+    Raises:
+        ConfigError: it is not available, its archive does not verify, or it is no dataset.
+    """
+    make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
+    with readers_code(f"data.dataset {name} could not be loaded", quote=()):
+        dataset = make() if callable(make) else make
+        if isinstance(dataset, Dataset):
+            dataset = _without_numpy(dataset)
+    if (mistake := _mistake(dataset)) is not None:
+        raise ConfigError(f"data.dataset {name} {mistake}")
+    return dataset
+
+
+@functools.lru_cache(maxsize=2)  # of a dataset and of its features
+def dataset_digest(dataset: Dataset) -> str:
+    """SHA-256 (hexadecimal) of all that a dataset holds."""
+    digest = hashlib.sha256()
+    for field in fields(dataset):
+        value = getattr(dataset, field.name)
+        if field.name == "task" or value is None:
+            continue
+        digest.update(f"{field.name} {getattr(value, 'shape', value)}".encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(value.contiguous().numpy(force=True).data)
+    return digest.hexdigest()
+
+
+def _without_numpy(dataset: Dataset) -> Dataset:
+    """The same, with torch's tensors and Python's numbers where it has arrays."""
+    changes: dict[str, Any] = {}
+    for name, value in vars(dataset).items():
+        if name == "users":
+            changes[name] = None if value is None else torch.from_numpy(number_users(value))
+        elif name in ("classes", "scale", "mean", "std"):
+            changes[name] = value.tolist() if hasattr(value, "tolist") else value
+        elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+            changes[name] = torch.from_numpy(np.array(value))  # writable, of positive strides
+    return replace(dataset, **changes)
+
+
+_CONVERT = {
+    torch.float32: 'x.float(), or x.astype("float32") in numpy',
+    torch.int64: 'x.long(), or x.astype("int64") in numpy',
+}
+
+_LABELS: dict[str, tuple[torch.dtype, int | None]] = {
+    "classification": (torch.int64, 1),
+    "next-token": (torch.int64, 2),
+    "regression": (torch.float32, None),
+}
+"""Of each task here the type of labels, and how many axes they must have; None: any number."""
+
+
+def check_task(name: str | RecordFile, dataset: Dataset, task: str) -> None:
+    """Refuses a dataset whose labels are none of this task.
+
+    `name` is the dataset's.
+
+    Raises:
+        ConfigError: which labels it must have.
+    """
+    if (mistake := _mistake(replace(dataset, task=task))) is not None:
+        raise ConfigError(f"data.dataset {name} {mistake}, for data.task {task}")
+
+
+def _mistake(dataset: Any) -> str | None:
+    """What is wrong with something that should be a dataset, or None."""
+    if not isinstance(dataset, Dataset):
+        return f"must be a shufl.Dataset or return one, got {type(dataset).__name__}"
+    if not isinstance(dataset.task, str | Task):
+        return f"must have a task, the name of one or a shufl.Task, got {dataset.task!r}"
+    classes, task = dataset.classes, dataset.task_name
+    types = (_LABELS[task][0],) if task in _LABELS else (torch.int64, torch.float32)
+    if classes is None and torch.int64 in types and task in _LABELS:
+        return "must have classes, a whole number of at least 1, got None"
+    if classes is not None and (type(classes) is not int or classes < 1):
+        return f"must have classes, a whole number of at least 1, got {classes!r}"
+    if classes is not None and torch.int64 not in types:
+        return f"must have no classes, got {classes!r}"
+    for part in ("train", "test"):
+        features, labels = (getattr(dataset, f"{part}_{what}") for what in ("features", "labels"))
+        for name, tensor, dtypes in (
+            (f"{part}_features", features, (torch.uint8, torch.float32, torch.int64)),
+            (f"{part}_labels", labels, types),
+        ):
+            if wrong := wrong_tensor(tensor, *dtypes):
+                of_type = not isinstance(tensor, torch.Tensor) or tensor.dtype in dtypes
+                remedy = "" if of_type else f": convert it with {_CONVERT[min(dtypes, key=str)]}"
+                return f"must have {name} as {wrong}{remedy}"
+        shape = features.shape[1:]
+        if features.dim() < 2 or shape != dataset.input_shape or shape.numel() == 0:
+            return (
+                "must have features of shape (records, ...), alike in training and test, with at "
+                "least one number a record, got "
+                f"{tuple(dataset.train_features.shape)} and {tuple(dataset.test_features.shape)}"
+            )
+        axes = _LABELS.get(task, (None, None))[1] or labels.dim()
+        if labels.shape[:1] != features.shape[:1] or labels.dim() != axes or labels.numel() == 0:
+            return (
+                f"must have one {part} label for each of at least one record, got "
+                f"{tuple(labels.shape)} labels and {tuple(features.shape)} features"
+            )
+        if labels.shape[1:] != dataset.train_labels.shape[1:]:
+            return (
+                "must have labels alike in training and test, got "
+                f"{tuple(dataset.train_labels.shape)} and {tuple(labels.shape)}"
+            )
+        if at := where(~labels.isfinite()):
+            return f"must have finite {part}_labels, got NaN or infinity {at}"
+        if classes is not None and (at := where(outside(labels, classes, task))):
+            return f"must have {part}_labels from 0 to {classes - 1}, got others {at}"
+        if features.dtype == torch.int64 and dataset.normalises:
+            return "must have no scale, mean and std with features of int64"
+    if dataset.users is not None and dataset.users.shape != dataset.train_labels.shape[:1]:
+        return (
+            f"must have one entry of users for each of {len(dataset.train_labels)} training "
+            f"records, got {len(dataset.users)}"
+        )
+    for name in ("train_features", "test_features"):
+        features = getattr(dataset, name)
+        if features.dtype == torch.int64:
+            continue
+        try:  # what is between these two stays between them
+            low, high = features.aminmax()
+            inputs = dataset.inputs(
+                torch.stack([torch.full_like(features[0], value) for value in (low, high)])
+            )
+        except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+            return f"cannot be normalised by its scale, mean and std: {one_line(error)}"
+        if not inputs.isfinite().all() and (at := where(~features.isfinite())):
+            return f"must have finite {name}, got NaN or infinity {at}"
+        if not (inputs.isfinite().all() and inputs.shape[1:] == dataset.input_shape):
+            return (
+                "must give finite records of the same shape, normalised by its scale, mean and "
+                f"std, got others of {name}"
+            )
+    return None
+
+
+def outside(labels: torch.Tensor, classes: int, task: str) -> torch.Tensor:
+    """Which labels are none of the classes or tokens, bool of the same shape."""
+    counted = labels != PADDING if task == "next-token" else torch.tensor(True)
+    return counted & ((labels < 0) | (labels >= classes))
+
+
+def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:
+    """What is needed and what was given instead; empty: a tensor of one of these types."""
+    is_tensor, kind = isinstance(thing, torch.Tensor), type(thing).__name__
+    if is_tensor:
+        layout = "nested" if thing.is_nested else thing.layout
+        dense = thing.device.type == "cpu" and layout == torch.strided
+        if dense and thing.dtype in dtypes and not thing.requires_grad:
+            return ""
+        kind = f"{thing.dtype}" if dense else f"{thing.dtype}, {layout}, on {thing.device}"
+        kind += " with gradients" if thing.requires_grad else ""
+    allowed = " or ".join(map(str, dtypes))
+    needed = f"a dense tensor of {allowed} on the CPU, without gradients, got {kind}"
+    return needed.replace("torch.", "")

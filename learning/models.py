@@ -1,0 +1,232 @@
+"""Models by name, or any `module:callable` that takes (input_shape, outputs, **options)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shufl.learning import ModuleState
+from shufl.learning.data.datasets import wrong_tensor
+from shufl.learning.own_code import code_digest
+from shufl.learning.section import READERS_ERRORS, ConfigError, find, readers_code
+from shufl.learning.tasks import Form, load_task
+from shufl.learning.trained import frozen_digest, sent, trained
+from shufl.shuffler import model_digest
+
+
+def logistic_regression(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """One linear layer, starting at zero."""
+    linear = nn.Linear(math.prod(input_shape), outputs)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(nn.Flatten(), linear)
+
+
+def mlp(input_shape: tuple[int, ...], outputs: int, hidden: int = 64) -> nn.Module:
+    """One hidden layer of `hidden` ReLU units."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(math.prod(input_shape), hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, outputs),
+    )
+
+
+def small_cnn(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """The two-convolution network of the MNIST experiments: 26 010 parameters at 1x28x28."""
+    features = nn.Sequential(
+        nn.Conv2d(input_shape[0], 16, kernel_size=8, stride=2, padding=3),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, kernel_size=4, stride=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.Flatten(),
+    )
+    with torch.no_grad():
+        width = features(torch.zeros(1, *input_shape)).shape[1]
+    return nn.Sequential(features, nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, outputs))
+
+
+class Additive(nn.Module):
+    """The sum of learnt numbers, one for each id of a record, and a constant; all start at zero."""
+
+    def __init__(self, input_shape: tuple[int, ...], outputs: int, ids: int):
+        """The ids of records, int64, lie in 0 to `ids` - 1."""
+        super().__init__()
+        self.numbers = nn.Embedding(ids, outputs)
+        self.constant = nn.Parameter(torch.zeros(outputs))
+        nn.init.zeros_(self.numbers.weight)
+
+    def forward(self, records: torch.Tensor) -> torch.Tensor:
+        """The sum, for each record: shape (r, outputs)."""
+        total: torch.Tensor = self.numbers(records).sum(1) + self.constant
+        return total
+
+
+class Histogram(nn.Module):
+    """The same scores for every record, starting at zero: k parameters.
+
+    One gradient step of the cross-entropy asks for `1/k - p`, p the shares of a user's labels; so
+    after one step by the mean of all users, at a learning rate of 1, 1/k and the parameters are the
+    shares of all.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], outputs: int):
+        super().__init__()
+        self.scores = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """The scores, for each record."""
+        return self.scores.expand(len(features), -1)
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "logistic-regression": logistic_regression,
+    "mlp": mlp,
+    "small-cnn": small_cnn,
+    "additive": Additive,
+    "histogram": Histogram,
+}
+
+
+def build_model(
+    name: str, form: Form, seed: int, options: dict[str, Any] | None = None, code: str = ""
+) -> nn.Module:
+    """The model of that name, a key of MODELS or `module:callable`, initialised from `seed`.
+
+    `code` is the `code_digest` that it must have, if both are known.
+    """
+    make = find("model", name, MODELS)
+    if code and code_digest([name]) not in ("", code):
+        raise ConfigError(f"model {name}: its code has changed since the run began")
+    failure = f"model {name} could not be built for records of shape {form.input_shape}"
+    with seeded(seed), readers_code(failure):
+        if isinstance(make, nn.Module):
+            model = copy.deepcopy(make)
+        else:
+            model = make(form.input_shape, form.outputs, **(options or {}))
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False  # reports are dense
+        with torch.no_grad():
+            outputs = model.eval()(form.inputs(2))
+    _refuse_what_has_no_loss(name, outputs, form)
+    _refuse_what_cannot_be_sent(name, model)
+    _refuse_what_is_not_trained(name, model)
+    with readers_code(f"model {name} cannot be copied"):
+        copy.deepcopy(model)
+    _refuse_what_mixes_users(name, model, form)
+    return model
+
+
+def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
+    """The task must give each of two records a loss."""
+    expected: dict[str, tuple[int, ...]] = {
+        "classification": (2, form.outputs),
+        "next-token": (2, *form.label_shape, form.outputs),
+    }
+    shape = tuple(getattr(outputs, "shape", ()))
+    if shape != expected.get(form.task, shape):
+        each = "record" if form.task == "classification" else "token"
+        raise ConfigError(
+            f"model {name} must give {form.outputs} scores a {each}, got shape {shape[1:]}"
+        )
+    numbers = 2 * max(form.outputs, 1)
+    if form.task == "regression" and getattr(outputs, "numel", lambda: numbers)() != numbers:
+        raise ConfigError(
+            f"model {name} must give {form.outputs} numbers a record, got shape {shape[1:]}"
+        )
+    with readers_code(f"data.task {form.task} takes no outputs of model {name}"), torch.no_grad():
+        losses = load_task(form.task).loss(outputs, form.labels(2))
+    if not isinstance(losses, torch.Tensor) or losses.shape != (2,):
+        given = tuple(losses.shape) if isinstance(losses, torch.Tensor) else losses
+        raise ConfigError(
+            f"data.task {form.task} must give a loss for each record, a tensor of shape (2,) of "
+            f"two records, got {given}"
+        )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the generators that torch, numpy and Python share, and puts them back at the end."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
+    """Something must be trained, and all be numbers."""
+    if not trained(model):
+        raise ConfigError(f"model {name} has no parameters to train")
+    for path, parameter in model.named_parameters():
+        with _as_plain(name, path, parameter):
+            frozen_digest(nn.ParameterList([parameter]))
+            found = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # as float8
+            finite = bool(found.isfinite().all())
+        if not finite:
+            raise ConfigError(f"model {name} must start with finite numbers, got others in {path}")
+
+
+def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
+    """An update must depend on its own user's records only, or clipping bounds nothing."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"model {name} has batch norm ({path}): its running statistics mix users' records "
+                "and no noise protects them; use group norm or layer norm"
+            )
+    with readers_code(f"model {name} could not be tried on two records"), torch.no_grad():
+        state = ModuleState(model.train())
+        model(form.inputs(2, 1.0))
+        changed = state.restore()
+    for path, _ in model.named_buffers():
+        if path in changed:
+            raise ConfigError(
+                f"model {name} changes its buffer {path} in training: every user, and evaluation, "
+                "would see its first value, for no report carries it"
+            )
+
+
+def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
+    """The server steps by float32, broadcasts what is not frozen and compares digests of it."""
+    for path, parameter in trained(model).items():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"model {name} keeps {path} as {parameter.dtype}: keep it as torch.float32, and "
+                "compute in what you like"
+            )
+    with readers_code(f"model {name} has no state that can be sent"):
+        state = sent(model)
+    for path, value in state.items():
+        with _as_plain(name, path, value):
+            model_digest({path: value})
+            model.load_state_dict({path: value.clone()}, strict=False)
+
+
+@contextmanager
+def _as_plain(name: str, path: str, value: Any) -> Iterator[None]:
+    """Refuses a value with which something fails that a run does with it."""
+    try:
+        yield
+    except READERS_ERRORS as error:
+        raise ConfigError(
+            f"model {name} must keep {path} as a tensor that is dense, on the CPU, of a type that "
+            "numpy has, and has memory of its own (as clone() makes), got "
+            f"{wrong_tensor(value).rpartition(' got ')[2]}"
+        ) from error

@@ -1,0 +1,91 @@
+"""The end of a run: the table and the summary."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from shufl.accounting import epsilon_table
+from shufl.learning.data.users import spaced
+from shufl.protocol.console import Console
+from shufl.protocol.rounding import rounded_up
+from shufl.results.engine import Engine
+from shufl.results.experiment import Experiment
+from shufl.results.rows import RunRecorder
+from shufl.results.tables import (
+    STOPPED,
+    epsilon_rows,
+    last_doubt,
+    print_epsilons,
+    score_text,
+    too_few_present,
+)
+from shufl.server import RunEnd
+
+ENROLLED = "as the authority enrolled them (each node's log says by which column)"
+"""Where the users of real nodes come from."""
+
+
+def summarise(
+    result: RunEnd, experiment: Experiment, engine: Engine, recorder: RunRecorder
+) -> dict[str, Any]:
+    """What a run came to, as plain values."""
+    plan, simulation = experiment.plan, experiment.config.simulation
+    rows = recorder.rows
+    too_few = too_few_present(plan, rows, result.rounds)
+    present = [row["users_present"] for row in rows if row["outcome"] != "lost"]
+    return {
+        "engine": simulation.engine,
+        "noise": simulation.noise,
+        "device": simulation.device,
+        "precision": simulation.precision,
+        "gradients": engine.gradients,
+        "rounds": result.rounds,
+        "stopped_by": result.stopped_by,
+        "score": experiment.task.score,
+        **result.metrics,
+        "users": plan.users,
+        "users_by": experiment.users_by if engine.nodes == "simulated" else ENROLLED,
+        "delta": plan.delta,
+        "adjacency": plan.adjacency,
+        "shuffler_blankets": plan.shuffler_blankets,
+        "mixing": plan.mixing,
+        "central_noise": plan.central_noise,
+        "least_present": plan.least_present,
+        "fewest_users_present": min(present, default=None),  # nobody counts those of a lost round
+        "accountant": plan.accountant,
+        "target_epsilon": plan.target_epsilon,
+        "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few)),
+        "doubt": last_doubt(rows),
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy", "flwr")
+        },
+    }
+
+
+def print_summary(console: Console, summary: dict[str, Any], engine: Engine, folder: Path) -> None:
+    """The closing table."""
+    run = Table(title="Run", show_header=False, title_justify="left")
+    run.add_row("engine", engine.description)
+    run.add_row("rounds", str(summary["rounds"]))
+    run.add_row("stopped by", STOPPED[summary["stopped_by"]])
+    score = summary["score"]
+    run.add_row(f"test {score}", score_text(score, summary[score]))
+    run.add_row("budget", f"ε ≤ {summary['target_epsilon']:g} by {summary['accountant']}")
+    run.add_row("users", f"{spaced(summary['users'])} {summary['users_by']}")
+    if summary["mixing"] == "sum":
+        run.add_row("mixing", "the shuffler hands over a sum, and no report")
+    else:
+        blankets = rounded_up(summary["shuffler_blankets"], 6)
+        run.add_row("blankets", f"{blankets} expected of each shuffler a round")
+    run.add_row("δ, adjacency", f"{rounded_up(summary['delta'])}, {summary['adjacency']}")
+    if summary["doubt"]:
+        run.add_row("doubtful", summary["doubt"])
+    run.add_row("run folder", str(folder))
+    console.print(run)
+    print_epsilons(
+        console, "ε of the run, by accountant", summary["epsilon"], summary["accountant"]
+    )

@@ -1,0 +1,139 @@
+"""Accountants' answers, as JSON and tables show them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from shufl.protocol.console import Console
+from shufl.protocol.rounding import rounded_down, rounded_up
+
+if TYPE_CHECKING:
+    from shufl.accounting import EpsilonRow, PrivacyPlan
+
+
+STOPPED = {
+    "budget": "privacy budget: one more round would exceed it",
+    "rounds": "all planned rounds done",
+    "on_round": "stopped by on_round",
+    "interrupt": "interrupted",
+}
+"""Why a run ended, by `stopped_by`."""
+
+_SHARES = {"accuracy", "macro_f1"}
+"""Metrics that are shown in percent."""
+
+
+def score_text(name: str, value: float, digits: int = 2) -> str:
+    """A metric's value, as it is shown; `digits` are those of percents."""
+    return f"{value:.{digits}%}" if name in _SHARES else f"{value:.4g}"
+
+
+def score_axis(name: str) -> tuple[str, float]:
+    """A metric's name on a plot's axis, and by what its values are multiplied there."""
+    return (f"test {name} (%)", 100.0) if name in _SHARES else (f"test {name}", 1.0)
+
+
+def scores_of(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
+    """The rows of rounds that were evaluated and came to a number, each with its score."""
+    scored = ((row, row[row["score"]]) for row in rows)
+    return [(row, score) for row, score in scored if score is not None and math.isfinite(score)]
+
+
+def last_doubt(rows: list[dict[str, Any]]) -> str:
+    """What a run's operator should look into, as the last round with a doubt said; or nothing.
+
+    One round without doubt, or a resumed run's first, does not take an earlier one's back.
+    """
+    return next((row["doubt"] for row in reversed(rows) if row["doubt"]), "")
+
+
+_MAY_BE_KNOWN = {"released", "lost"}  # the server may have received part of a lost round
+
+
+def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) -> bool:
+    """Whether, of the first `rounds` rounds, one may have been released with too few users.
+
+    Too few is less than the plan's `least_present`, which accountants that count on others price.
+    Where such an accountant halts, a batch of too few is destroyed; any other releases it. Of a
+    round that has no row in metrics.jsonl nobody knows.
+    """
+    if plan.make_accountant().counts_on_others:
+        return False
+    return len(rows) < rounds or any(
+        row["outcome"] in _MAY_BE_KNOWN and row["smallest_crowd"] < plan.least_present
+        for row in rows
+    )
+
+
+def epsilon_rows(rows: Iterable[EpsilonRow]) -> dict[str, dict[str, Any]]:
+    """Each accountant's ε, and what it holds for, as plain values by the accountant's name."""
+    return {
+        row.name: {"epsilon": row.epsilon, "covers": row.covers, "warning": row.warning}
+        | ({} if row.planned is None else {"planned": row.planned})
+        for row in rows
+    }
+
+
+AS_PLANNED = (
+    "Fewer rounds are spent than the budget allows. If a person stopped the run after a look at "
+    "it, state ε as planned: the moment was chosen by the data."
+)
+
+
+def epsilon_cells(rows: dict[str, dict[str, Any]], halting: str = "") -> list[list[str]]:
+    """The table of `epsilon_rows`, its heads first; with ε as planned of a run that was stopped."""
+    stopped = any("planned" in row for row in rows.values())
+    cells = [["accountant", *(["ε so far", "ε as planned"] if stopped else ["ε"]), "holds for"]]
+    for name, row in rows.items():
+        epsilons = [row["epsilon"], row.get("planned")] if stopped else [row["epsilon"]]
+        mark = " (halts)" if name == halting else ""
+        cells.append([name + mark, *map(epsilon_text, epsilons), holds_for(row)])
+    return cells
+
+
+def for_every_pair(epsilons: dict[str, float | None]) -> str | None:
+    """The accountant of the least ε, by name, that holds for every pair; None if none does."""
+    from shufl.accounting import ACCOUNTANTS
+
+    every = {name for name, each in ACCOUNTANTS.items() if each.holds_for == "every pair"}
+    every |= {"opacus", "central"}  # of the references `central` and `central-users`
+    given = {name: value for name, value in epsilons.items() if value is not None}
+    return min(every.intersection(given), key=lambda name: given[name], default=None)
+
+
+def print_epsilons(
+    console: Console, title: str, rows: dict[str, dict[str, Any]], halting: str = ""
+) -> None:
+    """Prints the table of `epsilon_rows`, and with it a `lower_bound` where there is one."""
+    table = Table(title=title, title_justify="left")
+    (first, *epsilons, last), *cells = epsilon_cells(rows, halting)
+    table.add_column(first)
+    for head in epsilons:
+        table.add_column(head, justify="right")
+    table.add_column(last)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+    if len(epsilons) > 1:
+        console.print(AS_PLANNED, highlight=False)
+
+
+def holds_for(row: dict[str, Any]) -> str:
+    """What an ε of `epsilon_rows` holds for, or why there is none."""
+    if row["epsilon"] is None:  # all there is to say is why
+        return row["warning"] or ""
+    text: str = row["covers"]
+    if row["warning"]:
+        text += f" ({row['warning']})"
+    if row.get("lower_bound"):
+        text += f"; at least {rounded_down(row['lower_bound'])} for this pair"
+    return text
+
+
+def epsilon_text(epsilon: float | None) -> str:
+    """Four digits of an ε, rounded up, or a dash of an accountant that does not price it."""
+    return "–" if epsilon is None else rounded_up(epsilon)

@@ -1,0 +1,82 @@
+"""The rooms: how much code each holds, and that tools see all of it."""
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import coverage
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_LINES = {
+    "accounting": 4360,
+    "clients": 1180,
+    "deploy": 2020,
+    "learning": 2930,
+    "protocol": 1140,
+    "results": 1260,
+    "server": 1140,
+    "shuffler": 3380,
+    "simulator": 2820,
+    "src": 1880,
+}
+"""Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+}
+
+
+def modules_of(room):
+    """The files of a room with Python that people write; links are other rooms."""
+    for path in sorted((ROOT / room).rglob("*.py")):
+        linked = any(folder.is_symlink() for folder in path.parents)
+        if not linked and not path.name.endswith("_pb2.py"):
+            yield path
+
+
+def lines_of_code(path):
+    """How many lines of a file hold code."""
+    text = path.read_text(encoding="utf-8")
+    strings = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            strings.update(range(node.lineno, node.end_lineno + 1))
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - strings)
+
+
+@pytest.mark.parametrize("room", MOST_LINES)
+def test_a_room_has_no_more_code_than_was_agreed(room):
+    assert sum(map(lines_of_code, modules_of(room))) <= MOST_LINES[room]
+
+
+def test_every_room_is_a_link_in_the_package_and_has_its_number():
+    links = {path.name for path in (ROOT / "src/shufl").iterdir() if path.is_symlink()}
+    assert links == {*MOST_LINES, "configs"} - {"src"}
+
+
+def test_a_room_outside_the_package_is_refused_in_one_line():
+    for room in MOST_LINES.keys() - {"src"}:
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True
+        )
+        last = done.stderr.splitlines()[-1]
+        assert last.endswith(f"this folder is a part of the package shufl: import shufl.{room}")
+
+
+def test_coverage_counts_every_module():
+    measured = coverage.Coverage(config_file=ROOT / "pyproject.toml", data_file=None)
+    measured.set_option("run:patch", [])
+    measured.set_option("run:parallel", False)
+    measured.start()
+    measured.stop()
+    counted = {Path(path) for path in measured.get_data().measured_files()}
+    written = {path for room in MOST_LINES for path in modules_of(room)}
+    assert {path for path in written if lines_of_code(path)} <= counted
