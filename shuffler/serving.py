@@ -85,7 +85,7 @@ def open_store(settings: ShufflerConfig, directory: Path) -> RunStore:
         randomness=make_randomness(settings.simulation_seed),
         floor=settings.floor,
         quota=settings.limits.quota,
-        unfinished=settings.limits.streams,
+        uploads=settings.limits.uploads,
         durable=settings.directory is not None,
     )
 

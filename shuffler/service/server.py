@@ -63,7 +63,7 @@ class ShufflerServer:
         )
         self._watch: asyncio.Task[None] | None = None
         self._blankets = BlanketTasks(store.batches)
-        self._intake = IntakeService(gate, store.batches, limits, metrics)
+        self._intake = IntakeService(store.batches, metrics)
         self._control = ControlService(store, self._blankets, limits, metrics)
         self._stop_seconds = limits.stop_seconds
         self._release_seconds = 3600 * limits.release_hours

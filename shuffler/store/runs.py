@@ -29,7 +29,7 @@ from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.record_file import RecordFile
 from shufl.shuffler.store.rounds import Round, Run, parse_run
 from shufl.shuffler.store.summed_batch import SummedBatch
-from shufl.shuffler.wire.channel import MOST_USERS
+from shufl.shuffler.wire.channel import MOST_USERS, PIECE_BYTES
 from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused
 from shufl.shuffler.wire.sealing import (
     SEALED_BYTES,
@@ -71,7 +71,7 @@ class RunStore:
         randomness: Randomness | None = None,
         floor: Floor | None = None,
         quota: Quota | None = None,
-        unfinished: int = 0,
+        uploads: int = 0,
         durable: bool = True,
     ) -> None:
         """Opens the directory (made with mode 0700 if missing) and reads the record in it.
@@ -81,7 +81,7 @@ class RunStore:
             randomness: where the blankets come from; None: from the operating system.
             floor: what every plan is held to; None: nothing.
             quota: how much one server may take; None: all.
-            unfinished: how many reports in pieces, of any length, may be on their way at once.
+            uploads: how many long reports (`PIECE_BYTES`) of a round may be on their way at once.
             durable: whether the record waits for the disk, and batches take their room at once;
                 not in a simulation.
 
@@ -95,7 +95,7 @@ class RunStore:
         self._randomness = randomness or SystemRandomness()
         self._floor = floor or Floor()
         self._quota = quota or Quota()
-        self._unfinished = unfinished
+        self._uploads = uploads
         self._durable = durable
         self._runs: dict[str, Run] = {}
         self._ended: set[str] = set()
@@ -316,7 +316,8 @@ class RunStore:
         self._quota.check_round(self._runs, run, self._bytes_of)
         users, slots = min(run.plan.users, self._most_users), self._slots_of(run)
         kind = SummedBatch if run.plan.mixing == "sum" else Batch
-        return kind(self._directory, run.report_bytes, users, slots, allocate=self._durable)
+        about = self._directory, run.report_bytes, users, slots, self._uploads
+        return kind(*about, allocate=self._durable)
 
     def _noise(self, plan: Plan, round: int, dimension: int) -> Iterator[tuple[slice, np.ndarray]]:
         """The shuffler's own, of a sum, piece by piece."""
@@ -368,10 +369,10 @@ class RunStore:
 
     def _slots_of(self, run: Run) -> int:
         """How many reports a batch of a run has room for, those on their way too."""
+        uploads = self._uploads if run.report_bytes > PIECE_BYTES else 0
         if run.plan.mixing == "sum":
-            return max(self._unfinished, 1)
-        own = min(run.plan.users, self._most_users) + run.plan.most_blankets
-        return own + self._unfinished
+            return max(uploads, 1)
+        return min(run.plan.users, self._most_users) + run.plan.most_blankets + uploads
 
     def _bytes_of(self, run: Run) -> int:
         """How much of the disk a batch of a run takes."""

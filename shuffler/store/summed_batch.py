@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shufl.shuffler.store.batch import Batch, Slot
+from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _Pieces = Iterator[tuple[slice, np.ndarray]]
@@ -26,11 +26,9 @@ class SummedBatch(Batch):
     `senders` counts users whose nodes have sent, `count` these nodes.
     """
 
-    def __init__(
-        self, directory: Path, report_bytes: int, users: int, slots: int, *, allocate: bool
-    ) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         """Makes an empty one; its slots are for messages that arrive in pieces alone."""
-        super().__init__(directory, report_bytes, users, slots, allocate=allocate)
+        super().__init__(*args, **options)
         self._total = np.zeros(0, dtype=np.uint32)
         self._seeds: list[bytes] = []
         self._noise: Callable[[], _Pieces] | None = None
@@ -67,12 +65,14 @@ class SummedBatch(Batch):
                 self._noise = None
                 self._seeds.sort()
 
-    def _take(self, content: bytes | Slot) -> None:
+    def _take(self, content: bytes) -> None:
         """Adds a vector, and keeps its sealed seed."""
-        if isinstance(content, Slot):
-            about = self._cipher(content.number), content.number, 0, self.report_bytes
-            self._give_back(content.number)  # which nobody else can have before this returns
-            content = self._plain(*about)
         length = self._total.size
         self._total += np.frombuffer(content, dtype="<u4", count=length)
         self._seeds.append(content[4 * length :])
+
+    def _take_slot(self, slot: int) -> None:
+        """The same of a message that came in pieces."""
+        cipher = self._cipher(slot)
+        self._give_back(slot)  # which nobody else can have before this returns
+        self._take(self._plain(cipher, slot, 0, self.report_bytes))

@@ -14,7 +14,7 @@ PIECE_BYTES = 2**18
 """A longer report travels in pieces of this many bytes."""
 
 MOST_TOGETHER = 256
-"""Reports in one message, and of one stream sent and not yet answered, at most."""
+"""Reports in one message, at most."""
 
 READY = "shuffler listening on "
 """A started shuffler's one line on standard output is this and its address."""

@@ -1,16 +1,20 @@
-"""What the server uses to run rounds at the shuffler and to fetch their batches."""
+"""What the server uses to run rounds, and auditors to fetch the record of them."""
 
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
+
 from shufl.shuffler.keys import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
-from shufl.shuffler.wire.connection import Answers, Connection
+from shufl.shuffler.wire.connection import Connection, Retries, Stub
 from shufl.shuffler.wire.errors import (
     Closed,
     Outcome,
@@ -19,8 +23,6 @@ from shufl.shuffler.wire.errors import (
     ShufflerRefused,
     ShufflerUnavailable,
 )
-from shufl.shuffler.wire.retries import Retries
-from shufl.shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
 _NOTHING_THERE = {Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.RUN_ENDED}
@@ -162,12 +164,12 @@ class ControlClient(Connection):
         stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():
-            answers = Answers(stub.Release(request), ahead=1)
+            answers = _Answers(stub.Release(request))
         pieces = bytearray()
         try:
             while True:
                 with self.errors():
-                    chunk = answers.next(time.monotonic() + self.timeout)
+                    chunk = answers.next(self.timeout)
                 if chunk is None:
                     return
                 if not (chunk.sealed and all(chunk.sealed)):
@@ -204,3 +206,77 @@ class ControlClient(Connection):
             except ShufflerUnavailable as error:
                 retries = retries or Retries(time.monotonic() + patience)
                 retries.wait(error)
+
+
+class _Answers:
+    """The answers of a release, read in a thread, so that waiting for one can have a limit.
+
+    A gRPC deadline would limit the whole release, which lasts as long as the server takes.
+    """
+
+    def __init__(self, call: Any) -> None:
+        """Begins to read; one answer may lie here until it is taken."""
+        self._call = call
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room = threading.Semaphore(1)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def next(self, seconds: float) -> Any:
+        """The next answer; None at the end.
+
+        Raises:
+            grpc.RpcError: if the call ended with an error.
+            TimeoutError: if nothing comes within so many seconds.
+        """
+        try:
+            answer = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError from None
+        self._room.release()
+        if isinstance(answer, grpc.RpcError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Ends the call."""
+        self._call.cancel()
+        self._room.release()
+
+    def _read(self) -> None:
+        try:
+            for answer in self._call:
+                self._answers.put(answer)
+                self._room.acquire()
+            self._answers.put(None)
+        except grpc.RpcError as error:
+            self._answers.put(error)
+
+
+class RecordClient(Connection):
+    """Fetches the public record. Any certificate of the shuffler's authority will do."""
+
+    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
+        """Remembers where the shuffler is; connects with the first question.
+
+        `timeout` is the longest wait in seconds for one answer.
+
+        Raises:
+            ValueError: the address is malformed.
+        """
+        super().__init__(address, credentials, timeout)
+
+    def entries(self) -> Iterator[str]:
+        """All entries, as JSON, from the first on; `shuffler.record.verify` checks them.
+
+        Raises:
+            ShufflerUnavailable: if the shuffler does not answer.
+        """
+        stub, first = Stub("Record", self.connected()), 0
+        while True:
+            with self.errors():
+                request = shuffler_pb2.EntriesRequest(first=first)
+                found = stub.Entries(request, timeout=self.timeout).entries
+            if not found:
+                return
+            yield from found
+            first += len(found)

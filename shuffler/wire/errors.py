@@ -69,7 +69,7 @@ class Refusal(StrEnum):
         return member
 
     NOT_PERMITTED = "NOT_PERMITTED", "not with this certificate"
-    BUSY = "BUSY", "too many streams at once"
+    BUSY = "BUSY", "too many calls at once"
     IDLE = "IDLE", "nothing came for too long"
     NOT_OWNER = "NOT_OWNER", "this run belongs to another server"
     MALFORMED = "MALFORMED", "not a message of this protocol"

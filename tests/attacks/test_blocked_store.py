@@ -6,11 +6,10 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 
 from run_world import LIMIT
-from shuffler_world import ShufflerHere, Silence, World, plan, raw_channel, wait_for_streams
+from shuffler_world import ShufflerHere, World, plan, raw_channel
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -25,9 +24,9 @@ from shufl.shuffler.keys import Authority
 from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.stub import Stub
+from shufl.shuffler.wire.connection import Stub
 
-STREAMS = 8
+UPLOADS = 8
 
 
 def test_one_server_cannot_take_what_others_need():
@@ -67,8 +66,8 @@ def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(
     sent: int,
 ):
     """Without cover that number and the released one would tell the number of blankets."""
-    authority, fits = Authority.create(), 9_000_000 // 40_000 - 100 - 2 * STREAMS
-    limits = {"disk_gigabytes_per_server": 0.009, "streams": STREAMS}
+    authority, fits = Authority.create(), 9_000_000 // 40_000 - 100
+    limits = {"disk_gigabytes_per_server": 0.009}
     with ShufflerHere(authority=authority, limits=limits) as shuffler:
         world = World(shuffler)
         header = world.begin("honest", users=100, report_bytes=40_000)
@@ -86,32 +85,24 @@ def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(
         world.close()
 
 
-@pytest.mark.parametrize("length", [148, PIECE_BYTES + 1])
-def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(length: int):
-    """On all streams but one, by users who then do not report; of short reports, too."""
-    authority = Authority.create()
-    limits = {"streams": STREAMS, "streams_per_sender": STREAMS - 1}
-    with ShufflerHere(authority=authority, limits=limits) as shuffler:
+def test_reports_that_are_begun_and_not_ended_take_nobody_s_room():
+    """As many as may be on their way, by users who then do not report."""
+    authority, length = Authority.create(), PIECE_BYTES + 1
+    with ShufflerHere(authority=authority, limits={"uploads": UPLOADS}) as shuffler:
         world = World(shuffler)
         header = world.begin(users=20, report_bytes=length)
-        silences = []
+        about = {"run_id": "run", "round": 1, "commitment": header.commitment, "length": length}
         holder = authority.issue(Role.NODE, "holder", users=20)
         with raw_channel(world, holder) as channel:
-            for user in range(STREAMS - 1):
-                piece = {"sealed": bytes(100), "more": True}
-                about = {"run_id": "run", "round": 1, "commitment": header.commitment}
-                first = shuffler_pb2.SubmitRequest(users=[user], **about, **piece)
-                silences.append(Silence(first, shuffler_pb2.SubmitRequest(**piece)))
-            calls = [Stub("Intake", channel).Submit(iter(quiet)) for quiet in silences]
-            wait_for_streams(shuffler, STREAMS - 1)
-            reports = [(user, os.urandom(length)) for user in range(20)]
-            assert world.submit(header, reports) == [Verdict.ACCEPTED] * 20
-            assert world.control.close_round("run", 1).outcome.name == "RELEASABLE"
-            assert len(list(world.control.release("run", 1))) == 20
-            for quiet, call in zip(silences, calls, strict=True):
-                quiet.let_go.set()
-                with pytest.raises(grpc.RpcError):
-                    list(call)
+            for user in range(UPLOADS):
+                first = shuffler_pb2.SubmitRequest(
+                    users=[user], sealed=bytes(PIECE_BYTES), upload=user, **about
+                )
+                assert not Stub("Intake", channel).Submit(first, timeout=LIMIT).verdicts
+        reports = [(user, os.urandom(length)) for user in range(20)]
+        assert world.submit(header, reports) == [Verdict.ACCEPTED] * 20
+        assert world.control.close_round("run", 1).outcome.name == "RELEASABLE"
+        assert len(list(world.control.release("run", 1))) == 20
         world.close()
 
 

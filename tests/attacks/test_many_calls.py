@@ -12,13 +12,12 @@ from run_world import LIMIT, peak_bytes, wait_until
 from shuffler_world import ShufflerHere, Silence, World, pass_days, raw_channel
 from shufl.shuffler import ControlClient, Refusal, ShufflerProcess, Verdict
 from shufl.shuffler.callers import Role
+from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Authority, Credentials
-from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
-from shufl.shuffler.wire.stub import Stub
 
 CALLS, CHANNELS = 2000, 10
-LIMITS = {"calls_per_sender": 32, "streams_per_sender": 4}
+LIMITS = {"calls_per_sender": Limits().calls_per_sender}
 BYTES = 20_000
 """So much memory a call takes where each is kept; half of it would be too much."""
 
@@ -106,7 +105,7 @@ def test_calls_of_one_credential_are_limited_and_another_s_are_not():
 def test_calls_that_are_open_when_their_certificate_expires_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A stream that says nothing, and a release that is not read."""
+    """A call that says nothing, and a release that is not read."""
     authority = Authority.create()
     with ShufflerHere(authority=authority) as shuffler:
         world = World(shuffler)
@@ -114,13 +113,16 @@ def test_calls_that_are_open_when_their_certificate_expires_are_ended(
         world.submit(header, [(user, bytes(2**20)) for user in range(40)])
         node = authority.issue(Role.NODE, "node", users=1, days=1)
         server = authority.issue(Role.SERVER, "server", days=1)  # the same name: the run's owner
-        quiet = Silence(shuffler_pb2.SubmitRequest(run_id="nobody", users=[0]))
+        quiet = Silence()
         with (
             raw_channel(world, node) as channel,
             ControlClient(shuffler.address, server) as control,
         ):
-            answers = Stub("Intake", channel).Submit(iter(quiet), timeout=LIMIT)
-            assert len(next(answers).verdicts) == 1
+            answers = channel.stream_stream("/shufl.v1.Intake/Submit")(iter(quiet), timeout=LIMIT)
+            callers = shuffler._server._gate.permitted._callers
+            wait_until(
+                lambda: "node" in [each.name for each in list(callers.values())], LIMIT, "a call"
+            )
             control.close_round("run", 1)
             release = control.release("run", 1)
             next(release)

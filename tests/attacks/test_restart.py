@@ -34,7 +34,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.record import verify
-from shufl.shuffler.wire.record_client import RecordClient
+from shufl.shuffler.wire.control_client import RecordClient
 
 
 @pytest.fixture

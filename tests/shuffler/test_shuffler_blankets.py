@@ -46,7 +46,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.stub import Stub
+from shufl.shuffler.wire.connection import Stub
 from tiny_disk import fill
 
 DIMENSION = 40

@@ -119,13 +119,13 @@ def test_the_first_line_says_what_was_started_and_a_log_moved_away_is_begun_agai
     start: Callable[..., World], tmp_path: Path
 ):
     log, moved = tmp_path / "log", tmp_path / "moved"
-    world = start(log_file=log, simulation_seed=4711, limits={"streams": 7})
+    world = start(log_file=log, simulation_seed=4711, limits={"uploads": 7})
     text = log.read_text()
     started = json.loads(text)
     assert started["event"] == "shuffler started"
     assert started["address"] == world.process.address
     assert started["version"]
-    assert started["configuration"]["limits"]["streams"] == 7
+    assert started["configuration"]["limits"]["uploads"] == 7
     assert started["configuration"]["tls"]["key"].endswith("shuffler.key")
     assert "4711" not in text and "PRIVATE" not in text
 

@@ -106,8 +106,9 @@ def test_every_rule_has_its_verdict(shared: World):
 def test_verdicts_come_in_the_order_of_the_reports(shared: World):
     header = shared.begin("order", users=300)
     reports = shared.reports(header, 300)
-    mixed = [reports[0], *reports, (299, b"short")]
-    expected = [Verdict.ACCEPTED, Verdict.DUPLICATE, *[Verdict.ACCEPTED] * 299]
+    assert shared.submit(header, reports[:1]) == [Verdict.ACCEPTED]
+    mixed = [*reports, (299, b"short")]
+    expected = [Verdict.DUPLICATE, *[Verdict.ACCEPTED] * 299]
     assert shared.submit(header, mixed) == [*expected, Verdict.WRONG_LENGTH]
     extra = shared.reports(header, 1, first=300)
     assert shared.submit(header, extra) == [Verdict.BAD_SENDER]
@@ -232,8 +233,8 @@ def test_a_report_length_out_of_range_is_refused(shared: World, length: int):
 
 
 def test_a_round_longer_than_the_file_system_allows_is_refused(here: Callable[..., World]):
-    world, limit = here(limits={"streams": 1}), 2**30
-    users = limit // 4096 - 1  # and a place for a report that comes in pieces
+    world, limit = here(), 2**30
+    users = limit // 4096
     world.control.create_run("long", plan(users + 1), 4096)
     world.control.create_run("as long", plan(users), 4096)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
