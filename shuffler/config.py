@@ -86,7 +86,8 @@ class Limits(_Section):
     Attributes:
         users: the largest number of users who can report in a round, if the plan has more.
         calls: open calls at once, of all kinds; each may take 0.8 MB of memory.
-        calls_per_sender: open calls with one credential.
+        calls_per_sender: open calls with one credential; of one that is no server's, two while half
+            of all calls are taken.
         uploads: reports of more than 256 KiB that may be on their way at once in a round.
         runs_per_server: runs of one server credential that have not ended.
         open_rounds_per_server: open rounds in all of its runs.

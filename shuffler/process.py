@@ -24,6 +24,7 @@ _TAIL_BYTES = 2000
 # One credential serves all nodes of a run, and they train between two reports.
 # At the end of the block only an abandoned release can still be running.
 _LIMITS = {
+    "calls": 2000,
     "calls_per_sender": 1000,
     "idle_seconds": 3600,
     "stop_seconds": 30,
@@ -78,7 +79,7 @@ class ShufflerProcess:
             directory: where its record is kept, also for a later start. Default: a temporary one
                 that goes with the process; nothing there waits for the disk.
             limits: what its configuration has in `[limits]`. Defaults that differ: one credential
-                may have all calls, each silent for an hour, and `stop_seconds` is 30.
+                may have 1000 calls, each silent for an hour, and `stop_seconds` is 30.
             authority: issues the certificates; default: a fresh one.
             simulation_seed: makes its blankets a function of this, for a simulation; default: they
                 come from the operating system.

@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Credentials
-from shufl.shuffler.service.calls import PermittedCalls, PerSender
+from shufl.shuffler.service.calls import CallCount, PermittedCalls
 from shufl.shuffler.service.operations import Metrics
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
@@ -55,7 +55,7 @@ class Gate:
         self.permitted = PermittedCalls(self._is_good)
         self._revoked = revoked
         self._idle_seconds = limits.idle_seconds
-        self._calls = PerSender(limits.calls_per_sender)
+        self._calls = CallCount(limits.calls, limits.calls_per_sender)
         self._metrics = metrics
         self.renew(credentials)
 
@@ -121,7 +121,8 @@ class Gate:
 
             async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
                 sender, certified = self._sender(context)
-                with self._calls.counted(sender) as allowed:
+                is_server = certified is not None and certified.role is Role.SERVER
+                with self._calls.counted(sender, is_server) as allowed:
                     try:
                         if not allowed:
                             raise ShufflerRefused(Refusal.BUSY)
@@ -149,13 +150,19 @@ class Gate:
         return f"{caller.role} {caller.name}", caller
 
     async def _read(self, context: grpc.aio.ServicerContext) -> Any:
-        """The call's request; refused if it is none, or does not come for too long."""
+        """The call's one request; refused if it is none, or does not come whole for too long.
+
+        The caller must have said that nothing follows before it is answered. Otherwise a caller who
+        does not read its answer could fill the connection's window, and that memory, for as long as
+        it likes.
+        """
         try:
             async with asyncio.timeout(self._idle_seconds):
                 request = await context.read()
+                is_last = request is not grpc.aio.EOF and await context.read() is grpc.aio.EOF
         except TimeoutError:
             raise ShufflerRefused(Refusal.IDLE) from None
-        if request is None or request is grpc.aio.EOF:
+        if request is None or not is_last:
             raise ShufflerRefused(Refusal.MALFORMED)
         return request
 

@@ -54,8 +54,10 @@ class IntakeService:
         verdicts: list[Any] = await loop.run_in_executor(
             self._writers, self._accept, request, caller
         )
+        is_last = request.start + len(request.sealed) >= request.length
         for verdict, count in Counter(verdicts).items():
-            self._metrics.reports.labels(verdict.name).inc(count)
+            if is_last or verdict is Verdict.ACCEPTED:  # each piece of a report may be refused
+                self._metrics.reports.labels(verdict.name).inc(count)
         return shuffler_pb2.SubmitReply(verdicts=verdicts)
 
     def _accept(self, request: Any, caller: Caller) -> list[Verdict]:

@@ -71,7 +71,7 @@ class _Upload:
 
     slot: int
     missing: set[int]
-    since: float = 0.0
+    since: float
 
 
 class Batch:
@@ -112,6 +112,7 @@ class Batch:
         self._users = users
         self._key = algorithms.AES256(os.urandom(32))
         self._reported: dict[str, np.ndarray] = {}  # which users of each sender
+        self._starts = range(0, report_bytes, PIECE_BYTES)  # of a long report's pieces
         self._most_uploads = uploads
         self._uploads: dict[tuple[str, int], _Upload] = {}  # by sender and `Piece.upload`
         self._lock = threading.Lock()
@@ -270,9 +271,11 @@ class Batch:
         """Whether a report, or a piece of one, can be accepted."""
         if self._ended:
             return Verdict.ROUND_NOT_OPEN
-        start, length = (0, len(content)) if piece is None else (piece.start, piece.length)
-        whole = length if piece is None else min(PIECE_BYTES, length - start)
-        if length != self.report_bytes or len(content) != whole:
+        start, length, whole = 0, len(content), self.report_bytes
+        if piece is not None:
+            start, length = piece.start, piece.length
+            whole = min(PIECE_BYTES, length - start)
+        if length != self.report_bytes or len(content) != whole or start not in self._starts:
             return Verdict.WRONG_LENGTH
         known = self._reported.get(sender)
         if known is not None and known[_places(users)].any():
@@ -285,8 +288,7 @@ class Batch:
         key = sender, piece.upload
         if key not in self._uploads:
             self._make_room(sender)
-            missing = set(range(0, piece.length, PIECE_BYTES))
-            self._uploads[key] = _Upload(self._draw(), missing)
+            self._uploads[key] = _Upload(self._draw(), set(self._starts), time.monotonic())
         upload = self._uploads[key]
         if piece.start in upload.missing:
             self._write(self._cipher(upload.slot, piece.start), content, upload.slot, piece.start)

@@ -140,6 +140,7 @@ class _Message:
     Attributes:
         users: whose it is: a number for each report; or those of one message, with sums.
         sealed: the reports, one after the other.
+        upload: a random number that the pieces of a long report share, however often they are sent.
         verdicts: the shuffler's, so far.
         unanswered: how many of its calls have no answer yet.
         doubtful: whether some of it may be in the batch although the shuffler has not said so.
@@ -147,6 +148,7 @@ class _Message:
 
     users: list[int] | range
     sealed: bytes
+    upload: int = dataclasses.field(default_factory=lambda: secrets.randbits(64))
     verdicts: list[int] = dataclasses.field(default_factory=list)
     doubtful: bool = False
 
@@ -158,6 +160,20 @@ class _Message:
         """How many verdicts are due."""
         return len(self.users) if isinstance(self.users, list) else 1
 
+    def result(self) -> list[Verdict]:
+        """The verdict on each of its reports.
+
+        A long report may have several: a piece that is sent again, because its answer was lost, may
+        come when the others have completed the report, or when the round is over.
+        """
+        taken = {Verdict.ACCEPTED, Verdict.DUPLICATE} if self.doubtful else {Verdict.ACCEPTED}
+        verdicts = [
+            Verdict.ACCEPTED if verdict in taken else Verdict(verdict) for verdict in self.verdicts
+        ]
+        if self.reports == 1 and Verdict.ACCEPTED in verdicts:
+            return [Verdict.ACCEPTED]
+        return verdicts[: self.reports]
+
     def requests(self, header: RoundHeader) -> Iterator[Any]:
         """What its calls say: one, or one for each piece of a long report."""
         about: dict[str, Any] = {"users": self.users}
@@ -165,7 +181,7 @@ class _Message:
             start, count, step = self.users.start, len(self.users), self.users.step
             about = {"users": [start], "count": count, "step": step}
         if len(self.sealed) > PIECE_BYTES:
-            about |= {"length": len(self.sealed), "upload": secrets.randbits(64)}
+            about |= {"length": len(self.sealed), "upload": self.upload}
         about |= {"run_id": header.run_id, "round": header.round, "commitment": header.commitment}
         for start in range(0, max(len(self.sealed), 1), PIECE_BYTES):
             piece = self.sealed[start : start + PIECE_BYTES]
@@ -251,15 +267,15 @@ class _Submission:
             return []
         retries = self._retries()
         while len(message.verdicts) < message.reports:
-            # The shuffler has given up what it had of a long report, for others.
+            # The shuffler has given up pieces of a long report, for others.
             retries.wait(ShufflerRefused(Refusal.BUSY))
             message.verdicts.clear()
             for request in message.requests(self._header):
                 self._take(message, request, self._call(request))
+                if message.verdicts:
+                    break  # the other pieces were still there
         self.unanswered -= message.reports
-        verdicts = map(Verdict, message.verdicts[: message.reports])
-        taken = (Verdict.ACCEPTED, Verdict.DUPLICATE) if message.doubtful else (Verdict.ACCEPTED,)
-        return [Verdict.ACCEPTED if verdict in taken else verdict for verdict in verdicts]
+        return message.result()
 
     def _take(self, message: _Message, request: Any, call: Any) -> None:
         """Waits for the answer to a call, which is made again for as long as may be."""

@@ -17,7 +17,7 @@ from shufl.shuffler.keys import Authority, Credentials
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
 
 CALLS, CHANNELS = 2000, 10
-LIMITS = {"calls_per_sender": Limits().calls_per_sender}
+LIMITS = {"calls": Limits().calls, "calls_per_sender": Limits().calls_per_sender}
 BYTES = 20_000
 """So much memory a call takes where each is kept; half of it would be too much."""
 

@@ -176,7 +176,7 @@ def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(here, tmp_pa
     wait_until(lambda: "a release is not read" in log.read_text(), LIMIT, "its end")
     with pytest.raises(ShufflerUnavailable, match="the release is not read"):
         list(release)
-    assert len(list(world.control.release("run", 1, LIMIT))) == 40
+    assert len(list(world.control.release("run", 1))) == 40
 
 
 @pytest.mark.slow

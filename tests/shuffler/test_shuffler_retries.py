@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import threading
 import time
@@ -12,9 +14,16 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from run_world import LIMIT
+from run_world import LIMIT, wait_until
 from shuffler_world import World
-from shufl.shuffler import IntakeClient, Refusal, ShufflerRefused, ShufflerUnavailable, Verdict
+from shufl.shuffler import (
+    IntakeClient,
+    Outcome,
+    Refusal,
+    ShufflerRefused,
+    ShufflerUnavailable,
+    Verdict,
+)
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.service.intake_service import IntakeService
@@ -77,6 +86,34 @@ def test_an_answer_that_is_lost_leaves_no_doubt(
         assert list(intake.submit(header, sent)) == [Verdict.DUPLICATE] * 3
     world.control.close_round("run", 1)
     assert sorted(world.control.release("run", 1)) == sorted(sealed for _, sealed in sent)
+
+
+def test_a_piece_that_is_sent_again_too_late_takes_no_report_out_of_the_batch(
+    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+):
+    """Its answer was lost, the other piece completed the report, and the round was closed."""
+    answered, calls = IntakeService.Submit, itertools.count()
+
+    def close() -> None:
+        batch = world.process.store._runs["run"].rounds[1].batch
+        wait_until(lambda: batch.count, LIMIT, "the other piece")
+        assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
+
+    async def lose(self, request, caller, context):
+        number = next(calls)
+        if number == 2:
+            await asyncio.to_thread(close)
+        reply = await answered(self, request, caller, context)
+        if number == 0:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the line is cut")
+        return reply
+
+    monkeypatch.setattr(IntakeService, "Submit", lose)
+    world, sealed = here(), os.urandom(2 * PIECE_BYTES)
+    header = world.begin(report_bytes=len(sealed))
+    assert world.submit(header, [(0, sealed)]) == [Verdict.ACCEPTED]
+    assert next(calls) == 3
+    assert list(world.control.release("run", 1)) == [sealed]
 
 
 def test_what_is_given_up_and_what_is_refused_is_counted(here: Callable[..., World]):
