@@ -39,7 +39,7 @@ def verify(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def verified(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The same, line by line: each is given when it is checked, and none is kept."""
+    """Checks a record as `verify` does, gives each line as soon as it is checked, and keeps none."""
     check = hash_chain.START
     for number, line in enumerate(lines, 1):
         try:

@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import urllib.request
@@ -50,7 +52,7 @@ from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.serving import open_store
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
+from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, READY
 from tiny_disk import fill
 
 PAYLOAD_BYTES = 100
@@ -65,6 +67,25 @@ def plan(users: int = 1000, minimum_batch: int = 1, **others: object) -> bytes:
     mechanism = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": 1.0}
     sizes = {"users": users, "minimum_batch": minimum_batch}
     return json.dumps(fields | {"mechanism": mechanism} | sizes | others).encode()
+
+
+@contextmanager
+def shuffler_of(config: Path) -> Iterator[subprocess.Popen[str]]:
+    """`shufl shuffler` with this configuration, which may not have been written yet."""
+    command = [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def listening(child: subprocess.Popen[str]) -> str:
+    """Where it listens, once it does."""
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    assert line.startswith(READY)
+    return line.removeprefix(READY).strip()
 
 
 def tls_section(folder: Path) -> tuple[Authority, str]:
@@ -258,6 +279,40 @@ class World:
 
     def submit(self, header: RoundHeader, reports: list[tuple[int, bytes]]) -> list[Verdict]:
         return list(self.intake.submit(header, reports))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., World]]:
+    """Starts shufflers, which are processes; all of them are gone after the test."""
+    yield from _starter(ShufflerProcess)
+
+
+@pytest.fixture
+def here() -> Iterator[Callable[..., World]]:
+    """Starts shufflers in this process; all of them are gone after the test."""
+    yield from _starter(ShufflerHere)
+
+
+def _starter(kind: type[ShufflerProcess]) -> Iterator[Callable[..., World]]:
+    with ExitStack() as stack:
+
+        def starter(directory: Path | None = None, **options: object) -> World:
+            options = {"start_timeout": LIMIT} | options
+            process = kind(directory, **options)  # type: ignore[arg-type]
+            world = World(stack.enter_context(process))
+            stack.callback(world.close)
+            return world
+
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    """One shuffler for the tests of a module that do not hurt it; use a run id of your own."""
+    with ShufflerHere() as shuffler:
+        world = World(shuffler)
+        yield world
+        world.close()
 
 
 def payload(user: int) -> bytes:

@@ -39,11 +39,6 @@ _NO_DESCRIPTORS = (
 )
 
 
-def batch_bytes(report_bytes: int, slots: int) -> int:
-    """Length in bytes of the file of a batch with so many slots."""
-    return report_bytes * slots
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
     """Which piece of a report that is longer than `PIECE_BYTES`.
@@ -79,9 +74,9 @@ class Batch:
 
     Attributes:
         report_bytes: length of each sealed report.
-        senders: how many users' reports are in it. Never for the server, but where the plan has
-            cover.
-        count: how many reports in all, the shuffler's own too. Not for the server before a release.
+        senders: how many users' reports are in it. The server is told only under a plan with cover.
+        count: how many reports there are in all, with the shuffler's own. Not for the server before
+            a release.
     """
 
     def __init__(
@@ -118,7 +113,7 @@ class Batch:
         self._lock = threading.Lock()
         self._ended = False
         self._descriptor = -1
-        self._length = length = batch_bytes(report_bytes, slots)
+        self._length = length = report_bytes * slots
         try:
             self._descriptor = _unnamed_file(directory)
             os.ftruncate(self._descriptor, length)
@@ -246,7 +241,7 @@ class Batch:
     def close(self) -> None:
         """Destroys the batch; may be repeated.
 
-        A large file takes a second for each GB: it is closed beside what else the caller does.
+        Closing a large file takes a second for each GB, so a thread of its own does it.
         """
         with self._lock:
             descriptor, self._descriptor, self._ended = self._descriptor, -1, True
@@ -379,13 +374,13 @@ class Batch:
 
 
 def storage_verdict(error: OSError) -> Verdict:
-    """`STORAGE_FULL` for a full disk, `STORAGE_FAILED` for any other trouble with it."""
+    """The verdict on a report that could not be stored: whether the disk is full, or fails."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED
 
 
 def storage_refusal(error: OSError) -> ShufflerRefused:
-    """The same as the refusal of a call."""
+    """The refusal of a call for the same reason."""
     detail = _NO_DESCRIPTORS if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     return ShufflerRefused(Refusal[storage_verdict(error).name], detail)
 
@@ -395,7 +390,7 @@ def _places(users: range) -> slice:
 
 
 _CLOSING: list[threading.Thread] = []
-"""Each closes a large file, whose room the disk has again when it has ended."""
+"""Each thread closes a large file. When it has ended, the disk has the file's room again."""
 
 
 def _has_room(descriptor: int, length: int) -> bool:

@@ -96,9 +96,10 @@ class OpenBatches:
 
         A blanket comes from the same mechanism and the same source of randomness as a user's
         report, and is sealed in the same way, so that nothing in it tells the two apart.
-        docs/theory/blanket.md proves what Poisson many of them hide. Always as many are made as
-        there may be. Those beyond the number that was drawn are empty reports under a plan with
-        cover, so that their number in a batch tells nothing; without it they are thrown away.
+        docs/theory/blanket.md proves what Poisson many of them hide. The shuffler always makes the
+        most that a round can have. Those beyond the number that was drawn become empty reports
+        under a plan with cover, so that the length of a batch does not tell that number. Without
+        cover they are discarded.
 
         Returns:
             Whether more are to be made.
@@ -137,10 +138,10 @@ class OpenBatches:
     def _blanket_noise(
         self, mechanism: Mechanism, dimension: int, round: int, first: int, last: int
     ) -> Iterator[tuple[int, Iterable[tuple[slice, np.ndarray]]]]:
-        """The draws of some of the blankets from `first` on, before `last`.
+        """The draws of some blankets, beginning with number `first` and below `last`.
 
-        Short ones are drawn together, which takes less time. A long one is drawn in pieces, which
-        takes less memory, unless the mechanism needs all draws for every entry.
+        Short blankets are drawn together, which takes less time. A long one is drawn in pieces,
+        which takes less memory, unless the mechanism needs all draws for every entry.
 
         Yields:
             A blanket's number; and pieces of it, each with its draws.

@@ -22,7 +22,7 @@ from shufl.protocol.mechanisms import Randomness, SystemRandomness
 from shufl.protocol.mechanisms.summed import whole_noise
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.plan import Plan
-from shufl.shuffler.store.batch import Batch, batch_bytes, storage_refusal
+from shufl.shuffler.store.batch import Batch, storage_refusal
 from shufl.shuffler.store.floor import Floor
 from shufl.shuffler.store.open_batches import OpenBatches
 from shufl.shuffler.store.quota import Quota
@@ -376,4 +376,4 @@ class RunStore:
 
     def _bytes_of(self, run: Run) -> int:
         """How much of the disk a batch of a run takes."""
-        return batch_bytes(run.report_bytes, self._slots_of(run))
+        return run.report_bytes * self._slots_of(run)

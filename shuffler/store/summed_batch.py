@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -26,17 +25,15 @@ class SummedBatch(Batch):
     `senders` counts users whose nodes have sent, `count` these nodes.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Makes an empty one; its slots are for messages that arrive in pieces alone."""
-        super().__init__(*args, **options)
-        self._total = np.zeros(0, dtype=np.uint32)
-        self._seeds: list[bytes] = []
-        self._noise: Callable[[], _Pieces] | None = None
-        self._drawing = threading.Lock()  # held for seconds, and never inside the other one
-
     def begin(self, dimension: int, noise: Callable[[], _Pieces]) -> None:
-        """Says how long vectors are, and what draws the shuffler's own noise, int64."""
-        self._total, self._noise = np.zeros(dimension, dtype=np.uint32), noise
+        """Says how long vectors are, and what draws the shuffler's own noise, int64.
+
+        It is called once, before the first message. The slots are for messages that come in pieces.
+        """
+        self._total = np.zeros(dimension, dtype=np.uint32)
+        self._seeds: list[bytes] = []
+        self._noise: Callable[[], _Pieces] | None = noise
+        self._drawing = threading.Lock()  # held for seconds, and never inside the other one
 
     def chunks(self, limit: int) -> Iterator[tuple[list[bytes], bool]]:
         """The sum with the shuffler's noise, and the sealed seeds, sorted; see `Batch.chunks`."""
@@ -52,7 +49,7 @@ class SummedBatch(Batch):
             yield seeds[first : first + together], False
 
     def _add_noise(self) -> None:
-        """Adds the shuffler's noise, once, whoever asks again; in pieces, which take no memory."""
+        """Adds the shuffler's noise once, however often it is asked; in pieces, to save memory."""
         for places, drawn in self._noise() if self._noise is not None else ():
             with self._lock:
                 if self._descriptor < 0:
@@ -72,7 +69,7 @@ class SummedBatch(Batch):
         self._seeds.append(content[4 * length :])
 
     def _take_slot(self, slot: int) -> None:
-        """The same of a message that came in pieces."""
+        """Adds a message that came in pieces."""
         cipher = self._cipher(slot)
         self._give_back(slot)  # which nobody else can have before this returns
         self._take(self._plain(cipher, slot, 0, self.report_bytes))

@@ -39,7 +39,14 @@ class Connection:
         timeout: longest wait for one answer, in seconds.
     """
 
-    def __init__(self, address: str, credentials: AnyCredentials, timeout: float) -> None:
+    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
+        """Remembers where the shuffler is; connects with the first call.
+
+        `timeout` is the longest wait in seconds for one answer.
+
+        Raises:
+            ValueError: the address is malformed, or the timeout not positive.
+        """
         host, port, _ = parse_address(check_address(address))
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -160,16 +159,16 @@ class ControlClient(Connection):
                 return
 
     def _release(self, run_id: str, round: int) -> Iterator[bytes]:
-        """The same by one call."""
+        """The reports that one call brings."""
         stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():
-            answers = _Answers(stub.Release(request))
+            call = stub.Release(request)
         pieces = bytearray()
         try:
             while True:
                 with self.errors():
-                    chunk = answers.next(self.timeout)
+                    chunk = self._next(call)
                 if chunk is None:
                     return
                 if not (chunk.sealed and all(chunk.sealed)):
@@ -184,7 +183,25 @@ class ControlClient(Connection):
                 else:
                     yield from chunk.sealed
         finally:
-            answers.close()
+            call.cancel()
+
+    def _next(self, call: Any) -> Any:
+        """The next part of a release; None at the end.
+
+        Each part is waited for as long as another answer. A gRPC deadline would limit the whole
+        release, which lasts as long as the server takes.
+        """
+        limit = threading.Timer(self.timeout, call.cancel)
+        limit.daemon = True
+        limit.start()
+        try:
+            return next(call, None)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.CANCELLED:
+                raise TimeoutError from None
+            raise
+        finally:
+            limit.cancel()
 
     def end_run(self, run_id: str) -> None:
         """Destroys everything of a run; repeating it changes nothing.
@@ -208,62 +225,8 @@ class ControlClient(Connection):
                 retries.wait(error)
 
 
-class _Answers:
-    """The answers of a release, read in a thread, so that waiting for one can have a limit.
-
-    A gRPC deadline would limit the whole release, which lasts as long as the server takes.
-    """
-
-    def __init__(self, call: Any) -> None:
-        """Begins to read; one answer may lie here until it is taken."""
-        self._call = call
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._room = threading.Semaphore(1)
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def next(self, seconds: float) -> Any:
-        """The next answer; None at the end.
-
-        Raises:
-            grpc.RpcError: if the call ended with an error.
-            TimeoutError: if nothing comes within so many seconds.
-        """
-        try:
-            answer = self._answers.get(timeout=seconds)
-        except queue.Empty:
-            raise TimeoutError from None
-        self._room.release()
-        if isinstance(answer, grpc.RpcError):
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        """Ends the call."""
-        self._call.cancel()
-        self._room.release()
-
-    def _read(self) -> None:
-        try:
-            for answer in self._call:
-                self._answers.put(answer)
-                self._room.acquire()
-            self._answers.put(None)
-        except grpc.RpcError as error:
-            self._answers.put(error)
-
-
 class RecordClient(Connection):
     """Fetches the public record. Any certificate of the shuffler's authority will do."""
-
-    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
-        """Remembers where the shuffler is; connects with the first question.
-
-        `timeout` is the longest wait in seconds for one answer.
-
-        Raises:
-            ValueError: the address is malformed.
-        """
-        super().__init__(address, credentials, timeout)
 
     def entries(self) -> Iterator[str]:
         """All entries, as JSON, from the first on; `shuffler.record.verify` checks them.

@@ -10,7 +10,7 @@ import dataclasses
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shufl.shuffler.keys import AnyCredentials
@@ -138,7 +138,7 @@ class _Message:
     """What is sent at once: short reports of several users, or one report.
 
     Attributes:
-        users: whose it is: a number for each report; or those of one message, with sums.
+        users: whose reports they are; with sums, all users of the one message.
         sealed: the reports, one after the other.
         upload: a random number that the pieces of a long report share, however often they are sent.
         verdicts: the shuffler's, so far.
@@ -146,7 +146,7 @@ class _Message:
         doubtful: whether some of it may be in the batch although the shuffler has not said so.
     """
 
-    users: list[int] | range
+    users: Sequence[int | range]
     sealed: bytes
     upload: int = dataclasses.field(default_factory=lambda: secrets.randbits(64))
     verdicts: list[int] = dataclasses.field(default_factory=list)
@@ -154,11 +154,6 @@ class _Message:
 
     def __post_init__(self) -> None:
         self.unanswered = max(-(-len(self.sealed) // PIECE_BYTES), 1)
-
-    @property
-    def reports(self) -> int:
-        """How many verdicts are due."""
-        return len(self.users) if isinstance(self.users, list) else 1
 
     def result(self) -> list[Verdict]:
         """The verdict on each of its reports.
@@ -170,16 +165,15 @@ class _Message:
         verdicts = [
             Verdict.ACCEPTED if verdict in taken else Verdict(verdict) for verdict in self.verdicts
         ]
-        if self.reports == 1 and Verdict.ACCEPTED in verdicts:
+        if len(self.users) == 1 and Verdict.ACCEPTED in verdicts:
             return [Verdict.ACCEPTED]
-        return verdicts[: self.reports]
+        return verdicts[: len(self.users)]
 
     def requests(self, header: RoundHeader) -> Iterator[Any]:
         """What its calls say: one, or one for each piece of a long report."""
         about: dict[str, Any] = {"users": self.users}
-        if isinstance(self.users, range):
-            start, count, step = self.users.start, len(self.users), self.users.step
-            about = {"users": [start], "count": count, "step": step}
+        if isinstance(several := self.users[0], range):
+            about = {"users": [several.start], "count": len(several), "step": several.step}
         if len(self.sealed) > PIECE_BYTES:
             about |= {"length": len(self.sealed), "upload": self.upload}
         about |= {"run_id": header.run_id, "round": header.round, "commitment": header.commitment}
@@ -224,7 +218,7 @@ class _Submission:
 
     def _messages(self, reports: Iterable[tuple[int | range, bytes]]) -> Iterator[_Message]:
         """Puts short reports together for as long as calls are under way and there is room."""
-        users: list[int] = []
+        users: list[int | range] = []
         held: list[bytes] = []
         for user, sealed in reports:
             length = len(sealed)
@@ -238,12 +232,9 @@ class _Submission:
             if held and (alone or not room or length != len(held[0])):
                 yield _Message(users, b"".join(held))
                 users, held = [], []
-            if isinstance(user, range) or alone:
-                yield _Message(user if isinstance(user, range) else [user], sealed)
-                continue
             users.append(user)
             held.append(sealed)
-            if all(call.done() for *_, call in self._calls):
+            if alone or all(call.done() for *_, call in self._calls):
                 yield _Message(users, b"".join(held))
                 users, held = [], []
         if held:
@@ -266,7 +257,7 @@ class _Submission:
         if message.unanswered:
             return []
         retries = self._retries()
-        while len(message.verdicts) < message.reports:
+        while len(message.verdicts) < len(message.users):
             # The shuffler has given up pieces of a long report, for others.
             retries.wait(ShufflerRefused(Refusal.BUSY))
             message.verdicts.clear()
@@ -274,7 +265,7 @@ class _Submission:
                 self._take(message, request, self._call(request))
                 if message.verdicts:
                     break  # the other pieces were still there
-        self.unanswered -= message.reports
+        self.unanswered -= len(message.users)
         return message.result()
 
     def _take(self, message: _Message, request: Any, call: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from client_world import begin_flower_task
+from shuffler_world import here, start  # noqa: F401
 
 
 @pytest.fixture(scope="module", autouse=True)

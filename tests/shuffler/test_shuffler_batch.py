@@ -20,7 +20,7 @@ from scipy.stats import chisquare, spearmanr
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import PUBLIC_KEY, only, plan
+from shuffler_world import PUBLIC_KEY, only, plan, refusal
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.store import batch as module
 from shufl.shuffler.store.batch import Batch, Piece
@@ -166,9 +166,7 @@ def test_an_ended_batch_takes_nothing_more_and_a_destroyed_one_gives_nothing(
     some.close()
     some.close()
     for rest in (reading, some.chunks(2**20)):
-        with pytest.raises(ShufflerRefused) as refused:
-            list(rest)
-        assert refused.value.reason is Refusal.DISCARDED
+        assert refusal(list, rest) is Refusal.DISCARDED
     assert not some.add_own(b"44", keep=True)
 
 
@@ -242,9 +240,7 @@ def test_of_too_many_long_reports_those_go_that_are_idle_or_of_whoever_has_most(
 
     greedy = [("greedy", upload) for upload in range(4)]
     assert [begin(*each) for each in greedy] == [None] * 4
-    with pytest.raises(ShufflerRefused) as refused:  # nobody's give way to their own
-        begin("greedy", 4)
-    assert refused.value.reason is Refusal.BUSY
+    assert refusal(begin, "greedy", 4) is Refusal.BUSY  # nobody's give way to their own
     assert begin("honest", 0) is None
     assert on_their_way() == {*greedy[1:], ("honest", 0)}
     assert begin("another", 0) is None
@@ -368,9 +364,7 @@ def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk: Path):
     store = RunStore(tiny_disk / "directory")
     store.create_run("large", plan(1000), 20_000)
     for _ in range(2):
-        with pytest.raises(ShufflerRefused) as refused:
-            store.open_round("large", 1, "model", PUBLIC_KEY)
-        assert refused.value.reason is Refusal.STORAGE_FULL
+        assert refusal(store.open_round, "large", 1, "model", PUBLIC_KEY) is Refusal.STORAGE_FULL
     store.create_run("small", plan(40), 20_000)  # all but what the record may need
     store.open_round("small", 1, "model", PUBLIC_KEY)
     events = [line.partition('"event":"')[2].partition('"')[0] for line in store.record(0)]

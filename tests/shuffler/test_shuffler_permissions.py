@@ -7,9 +7,7 @@ import shutil
 import signal
 import ssl
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,13 @@ from shuffler_world import (
     PUBLIC_KEY,
     ShufflerHere,
     World,
+    listening,
     pass_days,
     plan,
     raw_channel,
+    refusal,
     scrape,
+    shuffler_of,
 )
 from shufl.cli.shuffler import keys_app
 from shufl.protocol.files import write_whole
@@ -52,7 +53,6 @@ from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.keys import Authority, Request
 from shufl.shuffler.wire import shuffler_pb2 as pb
 
-ROOT = Path(__file__).parents[2]
 AUTHORITY = Authority.create()
 LENGTH = sealed_length(PAYLOAD_BYTES)
 SUBMIT, CHECK = "/shufl.v1.Intake/Submit", "/grpc.health.v1.Health/Check"
@@ -270,9 +270,7 @@ def test_a_certificate_that_expires_is_nobody_s_on_an_open_connection_too(
             lambda: control.create_run("expiry-3", plan(), LENGTH),
             lambda: list(intake.submit(header, [(2, bytes(LENGTH))])),
         ):
-            with pytest.raises(ShufflerRefused) as refused:
-                call()
-            assert refused.value.reason is Refusal.NOT_PERMITTED
+            assert refusal(call) is Refusal.NOT_PERMITTED
 
 
 def test_what_a_certificate_says():
@@ -376,8 +374,8 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
         'key = "keys/shuffler.key"\nauthority = "keys/authority.pem"\n'
     )
     with (
-        running(config) as (_, address),
-        ControlClient(address, Credentials.read(place, "server")) as control,
+        shuffler_of(config) as child,
+        ControlClient(address := listening(child), Credentials.read(place, "server")) as control,
         IntakeClient(address, Credentials.read(place, "phone-7")) as intake,
     ):
         header = opened(control)
@@ -399,25 +397,6 @@ def hang_up(child: subprocess.Popen[str], log: Path, event: str) -> None:
     known = log.read_text().count(event)
     child.send_signal(signal.SIGHUP)
     wait_until(lambda: log.read_text().count(event) > known, LIMIT, event)
-
-
-@contextmanager
-def running(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command with this configuration; the process and its address."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert child.stdout is not None
-        yield child, child.stdout.readline().removeprefix("shuffler listening on ").strip()
-    finally:
-        child.terminate()
-        child.wait()
-        child.stdout.close()
 
 
 WITH_REVOKED = """directory = "directory"
@@ -443,7 +422,8 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
         credentials("server"),
         credentials("server"),  # renewed: of the same name
     )
-    with running(config) as (child, address):
+    with shuffler_of(config) as child:
+        address = listening(child)
 
         def withdraw(*lines: str, event: str) -> None:
             revoked.write_text("".join(f"{line}\n" for line in lines))
@@ -497,7 +477,8 @@ def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
     revoked.write_text("")
     before = credentials("node")
     before.write(tmp_path, "a-node")
-    with running(config) as (child, address):
+    with shuffler_of(config) as child:
+        address = listening(child)
 
         def renew(name: str, role: Role, **options: Any) -> bytes:
             request = Request.renew(tmp_path, name)

@@ -12,7 +12,7 @@ from scipy import stats
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import PUBLIC_KEY, ShufflerHere, World, only, plan
+from shuffler_world import PUBLIC_KEY, only, plan
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.mechanisms.summed import mask, masked, new_seed, signed, steps_of_sums
 from shufl.shuffler import (
@@ -164,12 +164,9 @@ def test_many_threads_add_up_exactly(memory_path, monkeypatch):
     some.close()
 
 
-@pytest.fixture(scope="module")
-def world():
-    with ShufflerHere() as shuffler:
-        world = World(shuffler)
-        yield world
-        world.close()
+@pytest.fixture
+def world(shared):
+    return shared
 
 
 def begin(world, run_id, dimension, **of_plan):
@@ -356,16 +353,12 @@ def test_a_message_that_breaks_off_leaves_nothing_in_the_sum(world):
     assert (opened(world, header)[0] == vector).all()
 
 
-def test_two_nodes_with_one_name_of_a_file_count_once(tmp_path):
+def test_two_nodes_with_one_name_of_a_file_count_once(world):
     """The same credential from two machines: the second message is a duplicate."""
-    with ShufflerHere() as shuffler:
-        world = World(shuffler)
-        header = begin(world, "twice", 2)
-        other = IntakeClient(shuffler.address, shuffler.submit)
-        (first,), (second,) = (messages(world, header, [np.array([each, 0])]) for each in (1, 1000))
-        assert list(world.intake.submit(header, [(range(0, 4), first)])) == [Verdict.ACCEPTED]
+    header = begin(world, "twice", 2)
+    (first,), (second,) = (messages(world, header, [np.array([each, 0])]) for each in (1, 1000))
+    assert list(world.intake.submit(header, [(range(0, 4), first)])) == [Verdict.ACCEPTED]
+    with IntakeClient(world.process.address, world.process.submit) as other:
         assert list(other.submit(header, [(range(0, 4), second)])) == [Verdict.DUPLICATE]
-        world.control.close_round("twice", 1)
-        assert opened(world, header)[0].tolist() == [1, 0]
-        other.close()
-        world.close()
+    world.control.close_round("twice", 1)
+    assert opened(world, header)[0].tolist() == [1, 0]
