@@ -39,7 +39,7 @@ def verify(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def verified(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Checks a record as `verify` does, gives each line as soon as it is checked, and keeps none."""
+    """Checks a record as `verify` does, but line by line, and keeps none of it."""
     check = hash_chain.START
     for number, line in enumerate(lines, 1):
         try:
