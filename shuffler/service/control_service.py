@@ -14,7 +14,7 @@ import grpc
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.blanket_tasks import BlanketTasks
-from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from shufl.shuffler.callers import Caller
-from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.store.batch import Piece
 from shufl.shuffler.store.open_batches import OpenBatches, Report
 from shufl.shuffler.wire import shuffler_pb2

@@ -15,8 +15,8 @@ from google.protobuf.message_factory import GetMessageClass
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Credentials
-from shufl.shuffler.service.calls import CallCount, PermittedCalls
-from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.metrics import Metrics
+from shufl.shuffler.service.open_calls import CallCount, PermittedCalls
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _log = logging.getLogger("shufl.shuffler")
