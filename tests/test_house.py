@@ -19,7 +19,7 @@ MOST_LINES = {
     "protocol": 1150,
     "results": 1250,
     "server": 1110,
-    "shuffler": 3190,
+    "shuffler": 3170,
     "simulator": 2780,
     "src": 1770,
 }

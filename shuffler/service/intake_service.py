@@ -18,7 +18,7 @@ from shufl.shuffler.store.batch import Piece
 from shufl.shuffler.store.open_batches import OpenBatches, Report
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MOST_TOGETHER
-from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.wire.errors import Verdict, malformed
 
 _log = logging.getLogger("shufl.shuffler")
 
@@ -74,10 +74,10 @@ def _reports(request: Any, caller: Caller) -> Iterator[Report]:
     """
     sealed, users = request.sealed, request.users
     if len(users) > MOST_TOGETHER:
-        raise _malformed(f"a message must have at most {MOST_TOGETHER} reports")
+        raise malformed(f"a message must have at most {MOST_TOGETHER} reports")
     alone = request.length or request.count > 1
     if not users or len(sealed) % len(users) or (alone and len(users) > 1):
-        raise _malformed("a message must have a report per user, a piece, or one of many users")
+        raise malformed("a message must have a report per user, a piece, or one of many users")
     piece = Piece(request.upload, request.start, request.length) if request.length else None
     about = request.run_id, request.round, request.commitment
     count, step = max(request.count, 1), max(request.step, 1)
@@ -85,7 +85,3 @@ def _reports(request: Any, caller: Caller) -> Iterator[Report]:
     for place, user in enumerate(users):
         of = range(user, user + count * step, step)
         yield Report(*about, of, sealed[place * length : (place + 1) * length], caller, piece)
-
-
-def _malformed(detail: str) -> ShufflerRefused:
-    return ShufflerRefused(Refusal.MALFORMED, detail)

@@ -28,7 +28,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict, malformed
 
 _WRITE_BYTES = 2**20  # encrypted at once
 _IDLE_SECONDS = 10.0  # after which a long report may be given up for another
@@ -126,10 +126,8 @@ class Batch:
         except OSError as error:
             self.close()
             if error.errno in (errno.EFBIG, errno.EINVAL):
-                raise ShufflerRefused(
-                    Refusal.MALFORMED,
-                    f"a round's file would have {length} bytes, more than the file system allows",
-                ) from None
+                why = f"a round's file would have {length} bytes, more than the file system allows"
+                raise malformed(why) from None
             raise storage_refusal(error) from error
         # Behind that: memory for slots that the disk has no room for would be taken for nothing.
         self._free = np.arange(slots, dtype=np.uint32)

@@ -30,7 +30,7 @@ from shufl.shuffler.store.record_file import RecordFile
 from shufl.shuffler.store.rounds import Round, Run, parse_run
 from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire.channel import MOST_USERS, PIECE_BYTES
-from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused, malformed
 from shufl.shuffler.wire.sealing import (
     SEALED_BYTES,
     SEED_PAYLOAD_BYTES,
@@ -118,18 +118,17 @@ class RunStore:
         """Registers a run of this server; the same call again changes nothing."""
         self.check_owner(run_id, owner)
         if not 1 <= len(run_id) <= _MAX_NAME:
-            raise ShufflerRefused(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
+            raise malformed(f"a run id has 1 to {_MAX_NAME} characters")
         run = parse_run(run_id, plan, report_bytes, owner)
         if report_bytes < SEALED_BYTES:  # older records may have such runs
-            what = f"report_bytes must be at least {SEALED_BYTES}, got {report_bytes}"
-            raise ShufflerRefused(Refusal.MALFORMED, what)
+            raise malformed(f"report_bytes must be at least {SEALED_BYTES}, got {report_bytes}")
         if run.plan.mixing == "sum" and (report_bytes - SEED_PAYLOAD_BYTES) % 4:  # of any suite
             what = f"no vector with its seed has {report_bytes} bytes"
             more = "shuffler and server must have the same version of shufl"
-            raise ShufflerRefused(Refusal.MALFORMED, f"{what}: {more}")
+            raise malformed(f"{what}: {more}")
         self._floor.check(run.plan)
         if self._durable and run.plan.cover and run.plan.window is None:
-            raise ShufflerRefused(Refusal.MALFORMED, "a plan with cover must have a window")
+            raise malformed("a plan with cover must have a window")
         known = self._runs.get(run_id)
         if known is None:
             if run_id in self._ended:
@@ -158,9 +157,8 @@ class RunStore:
         """
         run = self._run(run_id)
         if number > _MAX_ROUND or not 1 <= len(model_digest) <= _MAX_NAME:
-            raise ShufflerRefused(
-                Refusal.MALFORMED,
-                f"a round is below 2**63, a model digest has 1 to {_MAX_NAME} characters",
+            raise malformed(
+                f"a round is below 2**63, a model digest has 1 to {_MAX_NAME} characters"
             )
         nonce = secrets.token_bytes(_NONCE_BYTES)
         header = RoundHeader(

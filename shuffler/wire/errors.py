@@ -124,6 +124,11 @@ class ShufflerRefused(ShufflerError):
         return (type(self), (self.reason, self.detail))
 
 
+def malformed(detail: str) -> ShufflerRefused:
+    """The refusal of a call that is not what this protocol allows, with one sentence on why."""
+    return ShufflerRefused(Refusal.MALFORMED, detail)
+
+
 class RejectReason(StrEnum):
     """Why the server left a released report out."""
 
