@@ -196,8 +196,8 @@ class ControlClient(Connection):
         limit.start()
         try:
             return next(call, None)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.CANCELLED:
+        except grpc.RpcError:
+            if call.cancelled():  # here, not by the shuffler
                 raise TimeoutError from None
             raise
         finally:
