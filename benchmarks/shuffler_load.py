@@ -66,8 +66,7 @@ PAYLOAD = 1000
 DEADLINE = 120.0
 DEFAULTS = Limits()
 LIMITS = {  # not those of a simulation's own shuffler
-    name: getattr(DEFAULTS, name)
-    for name in ("calls_per_sender", "streams_per_sender", "idle_seconds")
+    name: getattr(DEFAULTS, name) for name in ("calls", "calls_per_sender", "idle_seconds")
 }
 ATTACKER = "127.0.0.2"
 STREAM_MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")  # where it is not built in

@@ -147,7 +147,8 @@ class _Sites:
     def _shuffler(self, entry: ShufflerEntry) -> Site:
         nodes, plan = len(self._deployment.nodes), self._experiment.plan
         values = entry.values | {
-            "streams": max(24, 4 * nodes),
+            "calls": max(256, 4 * nodes),
+            "uploads": max(24, 2 * nodes),
             "connections": max(LEAST_CONNECTIONS, 2 * nodes),
             "blankets": rounded_down(plan.shuffler_blankets, 6),
             "batch": plan.minimum_batch,

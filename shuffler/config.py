@@ -85,16 +85,16 @@ class Limits(_Section):
 
     Attributes:
         users: the largest number of users who can report in a round, if the plan has more.
-        calls: open calls at once, of all kinds.
-        calls_per_sender: open calls with one credential.
-        streams: open streams of reports; each may take 5 MB of memory.
-        streams_per_sender: open streams with one credential.
+        calls: open calls at once, of all kinds; each may take 0.8 MB of memory.
+        calls_per_sender: open calls with one credential; of one that is no server's, two while half
+            of all calls are taken.
+        uploads: reports of more than 256 KiB that may be on their way at once in a round.
         runs_per_server: runs of one server credential that have not ended.
         open_rounds_per_server: open rounds in all of its runs.
         disk_gigabytes_per_server: disk for the batches of its runs, each with room for reports of
             all users. Left out: the whole disk.
-        idle_seconds: how long a stream may bring no accepted report or leave its answers unread,
-            and a release may be left unread, before it is ended.
+        idle_seconds: how long a call may say nothing, and a release be left unread, before it is
+            ended.
         release_hours: how long a batch waits for the server to close, fetch or end it, at most.
         stop_seconds: how long releases may go on after SIGTERM; a second one ends them.
     """
@@ -105,10 +105,9 @@ class Limits(_Section):
         le=MOST_USERS,
         description=f"a whole number from 1 to {MOST_USERS}",
     )
-    calls: Count = 1024
-    calls_per_sender: Count = 32
-    streams: Count = 24
-    streams_per_sender: Count = 4
+    calls: Count = 256
+    calls_per_sender: Count = 16
+    uploads: Count = 24
     runs_per_server: Count = 16
     open_rounds_per_server: Count = 8
     disk_gigabytes_per_server: float | None = Field(

@@ -24,8 +24,8 @@ _TAIL_BYTES = 2000
 # One credential serves all nodes of a run, and they train between two reports.
 # At the end of the block only an abandoned release can still be running.
 _LIMITS = {
+    "calls": 2000,
     "calls_per_sender": 1000,
-    "streams_per_sender": 24,
     "idle_seconds": 3600,
     "stop_seconds": 30,
     "release_hours": 1e4,  # a simulated round takes what it takes
@@ -79,7 +79,7 @@ class ShufflerProcess:
             directory: where its record is kept, also for a later start. Default: a temporary one
                 that goes with the process; nothing there waits for the disk.
             limits: what its configuration has in `[limits]`. Defaults that differ: one credential
-                may have 24 streams, each silent for an hour, and `stop_seconds` is 30.
+                may have 1000 calls, each silent for an hour, and `stop_seconds` is 30.
             authority: issues the certificates; default: a fresh one.
             simulation_seed: makes its blankets a function of this, for a simulation; default: they
                 come from the operating system.

@@ -39,7 +39,7 @@ def verify(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def verified(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The same, line by line: each is given when it is checked, and none is kept."""
+    """Checks a record as `verify` does, but line by line, and keeps none of it."""
     check = hash_chain.START
     for number, line in enumerate(lines, 1):
         try:

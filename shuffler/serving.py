@@ -25,7 +25,7 @@ from shufl.shuffler.callers import Revoked
 from shufl.shuffler.config import ShufflerConfig, Tls, load_config
 from shufl.shuffler.keys import read_certificate
 from shufl.shuffler.service.log import Log
-from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.channel import READY
@@ -85,7 +85,7 @@ def open_store(settings: ShufflerConfig, directory: Path) -> RunStore:
         randomness=make_randomness(settings.simulation_seed),
         floor=settings.floor,
         quota=settings.limits.quota,
-        unfinished=settings.limits.streams,
+        uploads=settings.limits.uploads,
         durable=settings.directory is not None,
     )
 

@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import urllib.request
@@ -45,13 +47,12 @@ from shufl.shuffler.callers import Caller, Revoked, Role
 from shufl.shuffler.config import ShufflerConfig
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.service.log import Log
-from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.serving import open_store
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
-from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
+from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, READY
 from tiny_disk import fill
 
 PAYLOAD_BYTES = 100
@@ -66,6 +67,25 @@ def plan(users: int = 1000, minimum_batch: int = 1, **others: object) -> bytes:
     mechanism = {"name": "gaussian", "clip_norm": 1.0, "noise_multiplier": 1.0}
     sizes = {"users": users, "minimum_batch": minimum_batch}
     return json.dumps(fields | {"mechanism": mechanism} | sizes | others).encode()
+
+
+@contextmanager
+def shuffler_of(config: Path) -> Iterator[subprocess.Popen[str]]:
+    """`shufl shuffler` with this configuration, which may not have been written yet."""
+    command = [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def listening(child: subprocess.Popen[str]) -> str:
+    """Where it listens, once it does."""
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    assert line.startswith(READY)
+    return line.removeprefix(READY).strip()
 
 
 def tls_section(folder: Path) -> tuple[Authority, str]:
@@ -262,6 +282,40 @@ class World:
         return list(self.intake.submit(header, reports))
 
 
+@pytest.fixture
+def start() -> Iterator[Callable[..., World]]:
+    """Starts shufflers, which are processes; all of them are gone after the test."""
+    yield from _starter(ShufflerProcess)
+
+
+@pytest.fixture
+def here() -> Iterator[Callable[..., World]]:
+    """Starts shufflers in this process; all of them are gone after the test."""
+    yield from _starter(ShufflerHere)
+
+
+def _starter(kind: type[ShufflerProcess]) -> Iterator[Callable[..., World]]:
+    with ExitStack() as stack:
+
+        def starter(directory: Path | None = None, **options: object) -> World:
+            options = {"start_timeout": LIMIT} | options
+            process = kind(directory, **options)  # type: ignore[arg-type]
+            world = World(stack.enter_context(process))
+            stack.callback(world.close)
+            return world
+
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    """One shuffler for the tests of a module that do not hurt it; use a run id of your own."""
+    with ShufflerHere() as shuffler:
+        world = World(shuffler)
+        yield world
+        world.close()
+
+
 def payload(user: int) -> bytes:
     return f"payload of {user}".encode().ljust(PAYLOAD_BYTES, b".")
 
@@ -274,11 +328,6 @@ def scrape(address: str) -> dict[str, float]:
 def _values(text: str) -> dict[str, float]:
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in lines}
-
-
-def wait_for_streams(shuffler: ShufflerHere, count: int) -> None:
-    """Waits until so many streams are open: a call arrives, and its end is noticed, in time."""
-    wait_until(lambda: shuffler.scrape()["shufl_streams"] == count, LIMIT, f"{count} streams")
 
 
 def logged(log: Path) -> list[dict[str, Any]]:
@@ -347,12 +396,11 @@ def kill(world: World) -> None:
 
 
 class Silence:
-    """Requests of a stream: those given, then nothing until it is let go."""
+    """The request of a call, which does not come; the call is over when it is let go."""
 
-    def __init__(self, *requests: shuffler_pb2.SubmitRequest) -> None:
-        self.requests = [*requests]
+    def __init__(self) -> None:
         self.let_go = threading.Event()
 
     def __iter__(self):
-        yield from self.requests
         self.let_go.wait(LIMIT)
+        yield from ()

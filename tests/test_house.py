@@ -19,7 +19,7 @@ MOST_LINES = {
     "protocol": 1143,
     "results": 1250,
     "server": 1105,
-    "shuffler": 3380,
+    "shuffler": 3170,
     "simulator": 2780,
     "src": 1759,
 }

@@ -24,20 +24,17 @@ class BlanketTasks:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def start(self, run_id: str, number: int) -> asyncio.Task[None]:
-        """Has the blankets of a round made that are still to be made."""
+        """Has the blankets of a round made that are still to be made.
+
+        Returns:
+            A task that ends when all are made, or the round is over; with `ShufflerRefused` if the
+            disk is full or fails. Started again, it goes on.
+        """
         key = run_id, number
         if key not in self._tasks:
             task = self._tasks[key] = asyncio.create_task(self._make(*key))
             task.add_done_callback(lambda done: self._ended(key, done))
         return self._tasks[key]
-
-    async def finish(self, run_id: str, number: int) -> None:
-        """Returns when all of a round's blankets are made, or the round is over.
-
-        Raises:
-            ShufflerRefused: if the disk is full or fails; asked again, it tries again.
-        """
-        await asyncio.shield(self.start(run_id, number))
 
     def stop(self) -> None:
         """Waits until none is being made; the batches are destroyed before."""

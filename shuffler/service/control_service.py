@@ -14,7 +14,7 @@ import grpc
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.blanket_tasks import BlanketTasks
-from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
@@ -113,7 +113,7 @@ class ControlService:
     async def _close_in_time(self, run_id: str, number: int) -> Closed:
         while left := self._store.seconds_left(run_id, number):
             await asyncio.sleep(left)
-        await self._blankets.finish(run_id, number)
+        await asyncio.shield(self._blankets.start(run_id, number))
         return await self.call(self._store.close_round, run_id, number)
 
     def _closed(self, key: tuple[str, int], task: asyncio.Task[Closed]) -> None:

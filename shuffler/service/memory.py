@@ -9,7 +9,7 @@ _ARENA_MAX, _MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h
 def keep_little() -> None:
     """Has it keep little: two arenas for all threads, and blocks from 64 kB on of their own.
 
-    Pieces of reports are such blocks. With 24 streams at once this takes 40 MB off the peak.
+    Pieces of reports are such blocks. When 24 nodes send at once, this takes 40 MB off the peak.
     """
     tell = _function("mallopt")
     if tell is not None:

@@ -16,11 +16,11 @@ from shufl.shuffler.callers import Caller, Revoked, Role
 from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.service import memory
+from shufl.shuffler.service.admission import Gate
 from shufl.shuffler.service.blanket_tasks import BlanketTasks
 from shufl.shuffler.service.control_service import ControlService
-from shufl.shuffler.service.gate import Gate
 from shufl.shuffler.service.intake_service import IntakeService
-from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.service.record_service import RecordService
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
@@ -63,7 +63,7 @@ class ShufflerServer:
         )
         self._watch: asyncio.Task[None] | None = None
         self._blankets = BlanketTasks(store.batches)
-        self._intake = IntakeService(gate, store.batches, limits, metrics)
+        self._intake = IntakeService(store.batches, metrics)
         self._control = ControlService(store, self._blankets, limits, metrics)
         self._stop_seconds = limits.stop_seconds
         self._release_seconds = 3600 * limits.release_hours

@@ -12,21 +12,26 @@ from it.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import secrets
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
-from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.wire.channel import PIECE_BYTES
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict, malformed
 
 _WRITE_BYTES = 2**20  # encrypted at once
+_IDLE_SECONDS = 10.0  # after which a long report may be given up for another
 _LARGE_BYTES = 2**26  # of a file whose closing would be waited for
 _RESERVE_BYTES = 128 * 2**10  # of the disk, for the record
 _NO_DESCRIPTORS = (
@@ -34,9 +39,34 @@ _NO_DESCRIPTORS = (
 )
 
 
-def batch_bytes(report_bytes: int, slots: int) -> int:
-    """Length in bytes of the file of a batch with so many slots."""
-    return report_bytes * slots
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Which piece of a report that is longer than `PIECE_BYTES`.
+
+    Attributes:
+        upload: a number that the pieces of a report share, and no other report of its sender.
+        start: where in the report the piece begins, a multiple of `PIECE_BYTES`.
+        length: of the whole report.
+    """
+
+    upload: int
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Upload:
+    """A long report that is on its way.
+
+    Attributes:
+        slot: the number of the slot to which its pieces are written, in any order.
+        missing: where the pieces begin that have not come yet.
+        since: when a piece came last, by `time.monotonic`.
+    """
+
+    slot: int
+    missing: set[int]
+    since: float
 
 
 class Batch:
@@ -44,13 +74,20 @@ class Batch:
 
     Attributes:
         report_bytes: length of each sealed report.
-        senders: how many users' reports are in it. Never for the server, but where the plan has
-            cover.
-        count: how many reports in all, the shuffler's own too. Not for the server before a release.
+        senders: how many users' reports are in it. The server is told only under a plan with cover.
+        count: how many reports there are in all, with the shuffler's own. Not for the server before
+            a release.
     """
 
     def __init__(
-        self, directory: Path, report_bytes: int, users: int, slots: int, *, allocate: bool
+        self,
+        directory: Path,
+        report_bytes: int,
+        users: int,
+        slots: int,
+        uploads: int,
+        *,
+        allocate: bool,
     ) -> None:
         """Makes an empty batch.
 
@@ -58,6 +95,7 @@ class Batch:
             directory: on whose file system the file is.
             users: how many users' reports it may hold.
             slots: how many reports in all, and on their way.
+            uploads: how many long reports may be on their way at once.
             allocate: whether the disk's room is taken now, so that no report finds it full.
 
         Raises:
@@ -69,10 +107,13 @@ class Batch:
         self._users = users
         self._key = algorithms.AES256(os.urandom(32))
         self._reported: dict[str, np.ndarray] = {}  # which users of each sender
+        self._starts = range(0, report_bytes, PIECE_BYTES)  # of a long report's pieces
+        self._most_uploads = uploads
+        self._uploads: dict[tuple[str, int], _Upload] = {}  # by sender and `Piece.upload`
         self._lock = threading.Lock()
         self._ended = False
         self._descriptor = -1
-        self._length = length = batch_bytes(report_bytes, slots)
+        self._length = length = report_bytes * slots
         try:
             self._descriptor = _unnamed_file(directory)
             os.ftruncate(self._descriptor, length)
@@ -85,10 +126,8 @@ class Batch:
         except OSError as error:
             self.close()
             if error.errno in (errno.EFBIG, errno.EINVAL):
-                raise ShufflerRefused(
-                    Refusal.MALFORMED,
-                    f"a round's file would have {length} bytes, more than the file system allows",
-                ) from None
+                why = f"a round's file would have {length} bytes, more than the file system allows"
+                raise malformed(why) from None
             raise storage_refusal(error) from error
         # Behind that: memory for slots that the disk has no room for would be taken for nothing.
         self._free = np.arange(slots, dtype=np.uint32)
@@ -96,45 +135,46 @@ class Batch:
         self._writes = np.zeros(slots, dtype=np.uint32)  # how often each slot was written to
         self._taken = np.zeros(slots, dtype=bool)
 
-    def add(self, sender: str, users: range, most: int, content: bytes | Slot) -> Verdict:
+    def add(
+        self, sender: str, users: range, most: int, content: bytes, piece: Piece | None = None
+    ) -> Verdict | None:
         """Takes a report, if it is the first of each of these users and there is room.
 
         Args:
             users, most: numbers of the sender's users, from 0, and how many it has.
-            content: the sealed report, or where it was written piece by piece; a slot whose report
-                is not taken is given back.
+            content: the sealed report, or one piece of it.
+            piece: which piece of a long report the content is; None: it is a whole report.
+
+        Returns:
+            The verdict on the report; None while pieces of it are missing.
+
+        Raises:
+            ShufflerRefused: `BUSY`: too many long reports are on their way.
         """
         with self._lock:
-            verdict = self._judge(sender, users, content)
-            if verdict is not Verdict.ACCEPTED:
-                if isinstance(content, Slot):
-                    self._give_back(content.number)
-                return verdict
+            verdict = self._judge(sender, users, content, piece)
             try:
-                self._take(content)
+                if verdict is Verdict.ACCEPTED and piece is None:
+                    self._take(content)
+                elif verdict is Verdict.ACCEPTED and piece is not None:
+                    upload = self._write_piece(sender, content, piece)
+                    if upload.missing:
+                        return None
+                    del self._uploads[sender, piece.upload]
+                    self._take_slot(upload.slot)
             except OSError as error:
-                return storage_verdict(error)
+                verdict = storage_verdict(error)
+            if verdict is not Verdict.ACCEPTED:
+                if piece is not None:
+                    self._give_up((sender, piece.upload))
+                return verdict
             known = self._reported.get(sender, np.zeros(0, dtype=bool))
             if users[-1] >= known.size:  # its first, or its credential was renewed for more users
                 known = self._reported[sender] = np.pad(known, (0, most - known.size))
             known[_places(users)] = True
             self.senders += len(users)
             self.count += 1
-            return Verdict.ACCEPTED
-
-    def reserve(self, sender: str, users: range) -> Slot | Verdict:
-        """A slot to write these users' report to, piece by piece, or why it would not be taken.
-
-        It is handed to `add`, or given up.
-        """
-        with self._lock:
-            verdict = self._judge(sender, users)
-            return Slot(self, *self._draw()) if verdict is Verdict.ACCEPTED else verdict
-
-    def give_up(self, slot: Slot) -> None:
-        """Takes a slot back, to which nothing is being written."""
-        with self._lock:
-            self._give_back(slot.number)
+            return verdict
 
     def add_own(self, content: bytes, keep: bool) -> bool:
         """Takes a report of the shuffler's own; one that is not kept costs the same work.
@@ -199,7 +239,7 @@ class Batch:
     def close(self) -> None:
         """Destroys the batch; may be repeated.
 
-        A large file takes a second for each GB: it is closed beside what else the caller does.
+        Closing a large file takes a second for each GB, so a thread of its own does it.
         """
         with self._lock:
             descriptor, self._descriptor, self._ended = self._descriptor, -1, True
@@ -212,36 +252,69 @@ class Batch:
         closing.start()
         _CLOSING[:] = [each for each in (*_CLOSING, closing) if each.is_alive()]
 
-    def write(self, content: bytes, place: int) -> None:
-        """Writes encrypted bytes at a place of the file.
-
-        Raises:
-            OSError: the disk is full or fails; or the batch was destroyed.
-        """
-        with self._lock:
-            self._write(content, place)
-
-    def _take(self, content: bytes | Slot) -> None:
+    def _take(self, content: bytes) -> None:
         """Keeps a report that is accepted."""
-        number = content.number if isinstance(content, Slot) else self._store(content)
-        self._taken[number] = True
+        self._take_slot(self._store(content))
 
-    def _judge(self, sender: str, users: range, content: bytes | Slot | None = None) -> Verdict:
+    def _take_slot(self, slot: int) -> None:
+        """Keeps the report in a slot."""
+        self._taken[slot] = True
+
+    def _judge(self, sender: str, users: range, content: bytes, piece: Piece | None) -> Verdict:
+        """Whether a report, or a piece of one, can be accepted."""
         if self._ended:
             return Verdict.ROUND_NOT_OPEN
-        if isinstance(content, Slot) and content.verdict is not Verdict.ACCEPTED:
-            return content.verdict
-        if isinstance(content, bytes) and len(content) != self.report_bytes:
+        start, length, whole = 0, len(content), self.report_bytes
+        if piece is not None:
+            start, length = piece.start, piece.length
+            whole = min(PIECE_BYTES, length - start)
+        if length != self.report_bytes or len(content) != whole or start not in self._starts:
             return Verdict.WRONG_LENGTH
         known = self._reported.get(sender)
         if known is not None and known[_places(users)].any():
             return Verdict.DUPLICATE
         room = self.senders + len(users) <= self._users
-        full = not room or not (self._left or isinstance(content, Slot))
-        return Verdict.ROUND_FULL if full else Verdict.ACCEPTED
+        return Verdict.ACCEPTED if room else Verdict.ROUND_FULL
 
-    def _draw(self) -> tuple[int, CipherContext]:
-        """A free slot, uniformly drawn, and what encrypts its report."""
+    def _write_piece(self, sender: str, content: bytes, piece: Piece) -> _Upload:
+        """Writes a piece to its report's slot, once however often it comes."""
+        key = sender, piece.upload
+        if key not in self._uploads:
+            self._make_room(sender)
+            self._uploads[key] = _Upload(self._draw(), set(self._starts), time.monotonic())
+        upload = self._uploads[key]
+        if piece.start in upload.missing:
+            self._write(self._cipher(upload.slot, piece.start), content, upload.slot, piece.start)
+            upload.missing.remove(piece.start)
+            upload.since = time.monotonic()
+        return upload
+
+    def _make_room(self, sender: str) -> None:
+        """Makes sure that one more long report may be on its way.
+
+        Where there are too many, one is given up that has been idle, or whose sender would still
+        have as many as this one; of several the one that has been idle for longest.
+        """
+        if len(self._uploads) < self._most_uploads:
+            return
+        idle, own = time.monotonic() - _IDLE_SECONDS, Counter(name for name, _ in self._uploads)
+        may_go = [
+            key
+            for key, upload in self._uploads.items()
+            if upload.since < idle or own[key[0]] > own[sender] + 1
+        ]
+        if not may_go:
+            raise ShufflerRefused(Refusal.BUSY, "too many long reports at once")
+        self._give_up(min(may_go, key=lambda key: self._uploads[key].since))
+
+    def _give_up(self, key: tuple[str, int]) -> None:
+        """Forgets what has come of a long report."""
+        upload = self._uploads.pop(key, None)
+        if upload is not None:
+            self._give_back(upload.slot)
+
+    def _draw(self) -> int:
+        """The number of a free slot, uniformly drawn."""
         if not self._left:
             raise OSError(errno.ENOSPC, "no slot is free")
         place = secrets.randbelow(self._left)
@@ -249,35 +322,40 @@ class Batch:
         self._left -= 1
         self._free[place] = self._free[self._left]
         self._writes[number] += 1
-        return number, self._cipher(number)
+        return number
 
     def _give_back(self, number: int) -> None:
         self._free[self._left] = number
         self._left += 1
 
-    def _cipher(self, number: int) -> CipherContext:
-        """AES in counter mode, which encrypts and decrypts alike; no two reports share a stream."""
-        block = number.to_bytes(4, "big") + int(self._writes[number]).to_bytes(4, "big") + bytes(8)
-        return Cipher(self._key, modes.CTR(block)).encryptor()
+    def _cipher(self, number: int, start: int = 0) -> CipherContext:
+        """AES in counter mode, which encrypts and decrypts alike; no two reports share a stream.
+
+        `start` is a place in the report, a multiple of 16.
+        """
+        block = number.to_bytes(4, "big") + int(self._writes[number]).to_bytes(4, "big")
+        return Cipher(self._key, modes.CTR(block + (start // 16).to_bytes(8, "big"))).encryptor()
 
     def _store(self, content: bytes) -> int:
         """Writes a report to a slot that it draws; the slot's number."""
-        number, cipher = self._draw()
+        number = self._draw()
+        cipher = self._cipher(number)
         try:
             for start in range(0, len(content), _WRITE_BYTES):
-                piece = cipher.update(content[start : start + _WRITE_BYTES])
-                self._write(piece, number * self.report_bytes + start)
+                self._write(cipher, content[start : start + _WRITE_BYTES], number, start)
         except OSError:
             self._give_back(number)
             raise
         return number
 
-    def _write(self, content: bytes, place: int) -> None:
+    def _write(self, cipher: CipherContext, content: bytes, number: int, start: int) -> None:
+        """Encrypts a part of a report, and writes it to the report's slot."""
         if self._descriptor < 0:
             raise OSError(errno.EBADF, "the batch is destroyed")
+        encrypted, place = cipher.update(content), number * self.report_bytes + start
         done = 0
-        while done < len(content):  # a signal, or a full disk: then the next call says so
-            done += os.pwrite(self._descriptor, content[done:], place + done)
+        while done < len(encrypted):  # a signal, or a full disk: then the next call says so
+            done += os.pwrite(self._descriptor, encrypted[done:], place + done)
 
     def _read(self, cipher: CipherContext, number: int, start: int, length: int) -> bytes:
         with self._lock:
@@ -293,55 +371,14 @@ class Batch:
         return cipher.update(data)
 
 
-class Slot:
-    """A place for one report that is written in pieces, in any thread; one piece at a time.
-
-    Attributes:
-        number: the slot's.
-        verdict: `ACCEPTED` while the report can be accepted, else why it cannot.
-    """
-
-    def __init__(self, batch: Batch, number: int, cipher: CipherContext) -> None:
-        self.number = number
-        self._batch = batch
-        self._cipher = cipher
-        self._written = 0
-        self._failed: Verdict | None = None
-
-    @property
-    def verdict(self) -> Verdict:
-        """What can be said of the report by what was written of it."""
-        if self._failed is None and self._written < self._batch.report_bytes:
-            return Verdict.WRONG_LENGTH
-        return self._failed or Verdict.ACCEPTED
-
-    def append(self, pieces: Sequence[bytes]) -> bool:
-        """Writes the next pieces; whether the report can still be accepted."""
-        content = b"".join(pieces)
-        if self._failed is None and self._written + len(content) > self._batch.report_bytes:
-            self._failed = Verdict.WRONG_LENGTH
-        if self._failed is None:
-            place = self.number * self._batch.report_bytes + self._written
-            try:
-                self._batch.write(self._cipher.update(content), place)
-            except OSError as error:
-                self._failed = storage_verdict(error)
-        self._written += len(content)
-        return self._failed is None
-
-    def give_up(self) -> None:
-        """Gives the slot back."""
-        self._batch.give_up(self)
-
-
 def storage_verdict(error: OSError) -> Verdict:
-    """`STORAGE_FULL` for a full disk, `STORAGE_FAILED` for any other trouble with it."""
+    """The verdict on a report that could not be stored: whether the disk is full, or fails."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return Verdict.STORAGE_FULL if full else Verdict.STORAGE_FAILED
 
 
 def storage_refusal(error: OSError) -> ShufflerRefused:
-    """The same as the refusal of a call."""
+    """The refusal of a call for the same reason."""
     detail = _NO_DESCRIPTORS if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     return ShufflerRefused(Refusal[storage_verdict(error).name], detail)
 
@@ -351,7 +388,7 @@ def _places(users: range) -> slice:
 
 
 _CLOSING: list[threading.Thread] = []
-"""Each closes a large file, whose room the disk has again when it has ended."""
+"""Each thread closes a large file. When it has ended, the disk has the file's room again."""
 
 
 def _has_room(descriptor: int, length: int) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shufl.protocol.mechanisms import Mechanism, Randomness
 from shufl.shuffler.callers import Caller
-from shufl.shuffler.store.batch import Batch, Slot, storage_refusal
+from shufl.shuffler.store.batch import Piece, storage_refusal
 from shufl.shuffler.store.rounds import Round, Run
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.wire.reports import EMPTY_ENTRY, entries_of, report_length
@@ -33,8 +33,9 @@ class Report:
         round: for which round.
         commitment: that of the header that it was sealed for.
         users: which of the sender's users report: one, or with sums several together.
-        sealed: the report; of one in pieces the first.
+        sealed: the report, or a piece of it.
         caller: who submitted it, and for how many users it speaks.
+        piece: which piece of a long report it is; None: it is whole.
     """
 
     run_id: str
@@ -43,6 +44,7 @@ class Report:
     users: range
     sealed: bytes
     caller: Caller
+    piece: Piece | None = None
 
 
 class OpenBatches:
@@ -69,28 +71,35 @@ class OpenBatches:
             entry.agreed.add(node)
         return entry.header, entry.seconds_left
 
-    def accept(self, report: Report, slot: Slot | None = None) -> Verdict:
-        """Takes a report, or says why not; `slot` has its pieces, and is given back if refused."""
-        batch, users, verdict = self._examine(report)
-        if batch is not None:
-            return batch.add(report.caller.name, report.users, users, slot or report.sealed)
-        if slot is not None:
-            slot.give_up()
-        return verdict
+    def accept(self, report: Report) -> Verdict | None:
+        """Takes a report, or a piece of one, or says why not; None while pieces are missing.
 
-    def begin(self, report: Report) -> Slot | Verdict:
-        """Where to write a report in pieces, before `accept`; or why it would not be accepted."""
-        batch, _, verdict = self._examine(report)
-        return batch.reserve(report.caller.name, report.users) if batch is not None else verdict
+        Raises:
+            ShufflerRefused: `BUSY`: too many long reports are on their way.
+        """
+        entry, run = self._open_round(report.run_id, report.round), self._runs.get(report.run_id)
+        batch = entry.batch if entry is not None else None  # once: another thread may close it
+        if run is None:
+            return Verdict.UNKNOWN_RUN
+        if entry is None or entry.header is None or batch is None or entry.is_over:
+            return Verdict.ROUND_NOT_OPEN
+        if report.commitment != entry.header.commitment:
+            return Verdict.WRONG_COMMITMENT
+        caller, users = report.caller, report.users
+        most = min(caller.users, run.plan.users)
+        if users[-1] >= most or (users[1:2] and run.plan.mixing != "sum"):
+            return Verdict.BAD_SENDER
+        return batch.add(caller.name, users, most, report.sealed, report.piece)
 
     def make_blankets(self, run_id: str, number: int) -> bool:
         """Makes some of the reports of a round's own, and puts them into its batch.
 
         A blanket comes from the same mechanism and the same source of randomness as a user's
         report, and is sealed in the same way, so that nothing in it tells the two apart.
-        docs/theory/blanket.md proves what Poisson many of them hide. Always as many are made as
-        there may be. Those beyond the number that was drawn are empty reports under a plan with
-        cover, so that their number in a batch tells nothing; without it they are thrown away.
+        docs/theory/blanket.md proves what Poisson many of them hide. The shuffler always makes the
+        most that a round can have. Those beyond the number that was drawn become empty reports
+        under a plan with cover, so that the length of a batch does not tell that number. Without
+        cover they are discarded.
 
         Returns:
             Whether more are to be made.
@@ -129,10 +138,10 @@ class OpenBatches:
     def _blanket_noise(
         self, mechanism: Mechanism, dimension: int, round: int, first: int, last: int
     ) -> Iterator[tuple[int, Iterable[tuple[slice, np.ndarray]]]]:
-        """The draws of some of the blankets from `first` on, before `last`.
+        """The draws of some blankets, beginning with number `first` and below `last`.
 
-        Short ones are drawn together, which takes less time. A long one is drawn in pieces, which
-        takes less memory, unless the mechanism needs all draws for every entry.
+        Short blankets are drawn together, which takes less time. A long one is drawn in pieces,
+        which takes less memory, unless the mechanism needs all draws for every entry.
 
         Yields:
             A blanket's number; and pieces of it, each with its draws.
@@ -151,19 +160,3 @@ class OpenBatches:
         run = self._runs.get(run_id)
         entry = run.rounds.get(number) if run is not None else None
         return entry if entry is not None and entry.is_open else None
-
-    def _examine(self, report: Report) -> tuple[Batch | None, int, Verdict]:
-        """The batch for a report and how many users its sender has, or why there is none."""
-        entry, run = self._open_round(report.run_id, report.round), self._runs.get(report.run_id)
-        batch = entry.batch if entry is not None else None  # once: another thread may close it
-        if run is None:
-            return None, 0, Verdict.UNKNOWN_RUN
-        if entry is None or entry.header is None or batch is None or entry.is_over:
-            return None, 0, Verdict.ROUND_NOT_OPEN
-        if report.commitment != entry.header.commitment:
-            return None, 0, Verdict.WRONG_COMMITMENT
-        users = min(report.caller.users, run.plan.users)
-        together = run.plan.mixing == "sum"
-        if report.users[-1] >= users or (report.users[1:2] and not together):
-            return None, 0, Verdict.BAD_SENDER
-        return batch, users, Verdict.ACCEPTED

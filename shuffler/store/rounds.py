@@ -13,7 +13,7 @@ from shufl.protocol.plan import Plan
 from shufl.protocol.validation import ConfigError, first_mistake
 from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
-from shufl.shuffler.wire.errors import Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.wire.errors import Outcome, malformed
 from shufl.shuffler.wire.reports import report_length
 from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES, RoundHeader, payload_length, seal
 
@@ -121,30 +121,26 @@ class Run:
             length = payload_length(self.report_bytes, public_key)
             seal(b"", public_key, header)
         except Exception as error:
-            raise _malformed(f"the public key is not one to seal reports to: {error}") from error
+            raise malformed(f"the public key is not one to seal reports to: {error}") from error
         if self.plan.mixing == "sum":
             if length <= SEED_PAYLOAD_BYTES or (length - SEED_PAYLOAD_BYTES) % 4:
-                raise _malformed(f"no vector with its seed has {self.report_bytes} bytes")
+                raise malformed(f"no vector with its seed has {self.report_bytes} bytes")
             try:
                 self.plan.check_dimension(self.dimension_of_sums(public_key))
             except ConfigError as error:
-                raise _malformed(f"the plan: {error}") from None
+                raise malformed(f"the plan: {error}") from None
         if self.plan.shuffler_blankets and (length == 0 or length % report_length(1)):
-            raise _malformed(f"no report has {length} bytes, so it can have no blankets")
+            raise malformed(f"no report has {length} bytes, so it can have no blankets")
 
 
 def parse_run(run_id: str, plan: bytes, report_bytes: int, owner: str) -> Run:
     """The run that a plan, a JSON object, describes; one that does not is refused."""
     if not 1 <= report_bytes <= MAX_REPORT_BYTES:
-        raise _malformed(f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}")
+        raise malformed(f"report_bytes must lie in [1, {MAX_REPORT_BYTES}], got {report_bytes}")
     if len(plan) > _MAX_PLAN_BYTES:
-        raise _malformed(f"a plan has at most {_MAX_PLAN_BYTES} bytes")
+        raise malformed(f"a plan has at most {_MAX_PLAN_BYTES} bytes")
     try:
         fields = Plan.model_validate_json(plan)
     except ValidationError as error:
-        raise _malformed(f"the plan: {first_mistake(error, Plan)}") from None
+        raise malformed(f"the plan: {first_mistake(error, Plan)}") from None
     return Run(run_id, hashlib.sha256(plan).hexdigest(), fields, report_bytes, owner)
-
-
-def _malformed(detail: str) -> ShufflerRefused:
-    return ShufflerRefused(Refusal.MALFORMED, detail)

@@ -22,15 +22,15 @@ from shufl.protocol.mechanisms import Randomness, SystemRandomness
 from shufl.protocol.mechanisms.summed import whole_noise
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.plan import Plan
-from shufl.shuffler.store.batch import Batch, batch_bytes, storage_refusal
+from shufl.shuffler.store.batch import Batch, storage_refusal
 from shufl.shuffler.store.floor import Floor
 from shufl.shuffler.store.open_batches import OpenBatches
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.record_file import RecordFile
 from shufl.shuffler.store.rounds import Round, Run, parse_run
 from shufl.shuffler.store.summed_batch import SummedBatch
-from shufl.shuffler.wire.channel import MOST_USERS
-from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused
+from shufl.shuffler.wire.channel import MOST_USERS, PIECE_BYTES
+from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused, malformed
 from shufl.shuffler.wire.sealing import (
     SEALED_BYTES,
     SEED_PAYLOAD_BYTES,
@@ -71,7 +71,7 @@ class RunStore:
         randomness: Randomness | None = None,
         floor: Floor | None = None,
         quota: Quota | None = None,
-        unfinished: int = 0,
+        uploads: int = 0,
         durable: bool = True,
     ) -> None:
         """Opens the directory (made with mode 0700 if missing) and reads the record in it.
@@ -81,7 +81,7 @@ class RunStore:
             randomness: where the blankets come from; None: from the operating system.
             floor: what every plan is held to; None: nothing.
             quota: how much one server may take; None: all.
-            unfinished: how many reports in pieces, of any length, may be on their way at once.
+            uploads: how many long reports (`PIECE_BYTES`) of a round may be on their way at once.
             durable: whether the record waits for the disk, and batches take their room at once;
                 not in a simulation.
 
@@ -95,7 +95,7 @@ class RunStore:
         self._randomness = randomness or SystemRandomness()
         self._floor = floor or Floor()
         self._quota = quota or Quota()
-        self._unfinished = unfinished
+        self._uploads = uploads
         self._durable = durable
         self._runs: dict[str, Run] = {}
         self._ended: set[str] = set()
@@ -118,18 +118,17 @@ class RunStore:
         """Registers a run of this server; the same call again changes nothing."""
         self.check_owner(run_id, owner)
         if not 1 <= len(run_id) <= _MAX_NAME:
-            raise ShufflerRefused(Refusal.MALFORMED, f"a run id has 1 to {_MAX_NAME} characters")
+            raise malformed(f"a run id has 1 to {_MAX_NAME} characters")
         run = parse_run(run_id, plan, report_bytes, owner)
         if report_bytes < SEALED_BYTES:  # older records may have such runs
-            what = f"report_bytes must be at least {SEALED_BYTES}, got {report_bytes}"
-            raise ShufflerRefused(Refusal.MALFORMED, what)
+            raise malformed(f"report_bytes must be at least {SEALED_BYTES}, got {report_bytes}")
         if run.plan.mixing == "sum" and (report_bytes - SEED_PAYLOAD_BYTES) % 4:  # of any suite
             what = f"no vector with its seed has {report_bytes} bytes"
             more = "shuffler and server must have the same version of shufl"
-            raise ShufflerRefused(Refusal.MALFORMED, f"{what}: {more}")
+            raise malformed(f"{what}: {more}")
         self._floor.check(run.plan)
         if self._durable and run.plan.cover and run.plan.window is None:
-            raise ShufflerRefused(Refusal.MALFORMED, "a plan with cover must have a window")
+            raise malformed("a plan with cover must have a window")
         known = self._runs.get(run_id)
         if known is None:
             if run_id in self._ended:
@@ -158,9 +157,8 @@ class RunStore:
         """
         run = self._run(run_id)
         if number > _MAX_ROUND or not 1 <= len(model_digest) <= _MAX_NAME:
-            raise ShufflerRefused(
-                Refusal.MALFORMED,
-                f"a round is below 2**63, a model digest has 1 to {_MAX_NAME} characters",
+            raise malformed(
+                f"a round is below 2**63, a model digest has 1 to {_MAX_NAME} characters"
             )
         nonce = secrets.token_bytes(_NONCE_BYTES)
         header = RoundHeader(
@@ -316,7 +314,8 @@ class RunStore:
         self._quota.check_round(self._runs, run, self._bytes_of)
         users, slots = min(run.plan.users, self._most_users), self._slots_of(run)
         kind = SummedBatch if run.plan.mixing == "sum" else Batch
-        return kind(self._directory, run.report_bytes, users, slots, allocate=self._durable)
+        about = self._directory, run.report_bytes, users, slots, self._uploads
+        return kind(*about, allocate=self._durable)
 
     def _noise(self, plan: Plan, round: int, dimension: int) -> Iterator[tuple[slice, np.ndarray]]:
         """The shuffler's own, of a sum, piece by piece."""
@@ -368,11 +367,11 @@ class RunStore:
 
     def _slots_of(self, run: Run) -> int:
         """How many reports a batch of a run has room for, those on their way too."""
+        uploads = self._uploads if run.report_bytes > PIECE_BYTES else 0
         if run.plan.mixing == "sum":
-            return max(self._unfinished, 1)
-        own = min(run.plan.users, self._most_users) + run.plan.most_blankets
-        return own + self._unfinished
+            return max(uploads, 1)
+        return min(run.plan.users, self._most_users) + run.plan.most_blankets + uploads
 
     def _bytes_of(self, run: Run) -> int:
         """How much of the disk a batch of a run takes."""
-        return batch_bytes(run.report_bytes, self._slots_of(run))
+        return run.report_bytes * self._slots_of(run)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 
-from shufl.shuffler.store.batch import Batch, Slot
+from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _Pieces = Iterator[tuple[slice, np.ndarray]]
@@ -26,19 +25,15 @@ class SummedBatch(Batch):
     `senders` counts users whose nodes have sent, `count` these nodes.
     """
 
-    def __init__(
-        self, directory: Path, report_bytes: int, users: int, slots: int, *, allocate: bool
-    ) -> None:
-        """Makes an empty one; its slots are for messages that arrive in pieces alone."""
-        super().__init__(directory, report_bytes, users, slots, allocate=allocate)
-        self._total = np.zeros(0, dtype=np.uint32)
-        self._seeds: list[bytes] = []
-        self._noise: Callable[[], _Pieces] | None = None
-        self._drawing = threading.Lock()  # held for seconds, and never inside the other one
-
     def begin(self, dimension: int, noise: Callable[[], _Pieces]) -> None:
-        """Says how long vectors are, and what draws the shuffler's own noise, int64."""
-        self._total, self._noise = np.zeros(dimension, dtype=np.uint32), noise
+        """Says how long vectors are, and what draws the shuffler's own noise, int64.
+
+        It is called once, before the first message. The slots are for messages that come in pieces.
+        """
+        self._total = np.zeros(dimension, dtype=np.uint32)
+        self._seeds: list[bytes] = []
+        self._noise: Callable[[], _Pieces] | None = noise
+        self._drawing = threading.Lock()  # held for seconds, and never inside the other one
 
     def chunks(self, limit: int) -> Iterator[tuple[list[bytes], bool]]:
         """The sum with the shuffler's noise, and the sealed seeds, sorted; see `Batch.chunks`."""
@@ -54,7 +49,7 @@ class SummedBatch(Batch):
             yield seeds[first : first + together], False
 
     def _add_noise(self) -> None:
-        """Adds the shuffler's noise, once, whoever asks again; in pieces, which take no memory."""
+        """Adds the shuffler's noise once, however often it is asked; in pieces, to save memory."""
         for places, drawn in self._noise() if self._noise is not None else ():
             with self._lock:
                 if self._descriptor < 0:
@@ -67,12 +62,14 @@ class SummedBatch(Batch):
                 self._noise = None
                 self._seeds.sort()
 
-    def _take(self, content: bytes | Slot) -> None:
+    def _take(self, content: bytes) -> None:
         """Adds a vector, and keeps its sealed seed."""
-        if isinstance(content, Slot):
-            about = self._cipher(content.number), content.number, 0, self.report_bytes
-            self._give_back(content.number)  # which nobody else can have before this returns
-            content = self._plain(*about)
         length = self._total.size
         self._total += np.frombuffer(content, dtype="<u4", count=length)
         self._seeds.append(content[4 * length :])
+
+    def _take_slot(self, slot: int) -> None:
+        """Adds a message that came in pieces."""
+        cipher = self._cipher(slot)
+        self._give_back(slot)  # which nobody else can have before this returns
+        self._take(self._plain(cipher, slot, 0, self.report_bytes))

@@ -14,19 +14,15 @@ PIECE_BYTES = 2**18
 """A longer report travels in pieces of this many bytes."""
 
 MOST_TOGETHER = 256
-"""Reports in one message, and of one stream sent and not yet answered, at most."""
+"""Reports in one message, at most."""
 
 READY = "shuffler listening on "
 """A started shuffler's one line on standard output is this and its address."""
 
-_LENGTHS = [
-    ("grpc.max_send_message_length", -1),
-    # The longest: a plan and its run's name.
-    ("grpc.max_receive_message_length", 2**20 + 2**16),
-]
-
 SERVER_OPTIONS = [
-    *_LENGTHS,
+    ("grpc.max_send_message_length", -1),
+    # The longest: a piece of a report, or a plan, and names.
+    ("grpc.max_receive_message_length", PIECE_BYTES + 2**16),
     # Otherwise a second process could listen on the same port and take half of the reports.
     ("grpc.so_reuseport", 0),
     # A peer that is gone without a word is noticed within 40 s; its own pings are welcome, too.
@@ -45,7 +41,9 @@ SERVER_OPTIONS = [
 ]
 
 CHANNEL_OPTIONS = [
-    *_LENGTHS,
+    ("grpc.max_send_message_length", -1),
+    # The longest: entries of the record.
+    ("grpc.max_receive_message_length", 2**20 + 2**16),
     ("grpc.enable_retries", 0),
     # A peer that says nothing any more is found out while a call waits, however long that may.
     ("grpc.keepalive_time_ms", 30_000),

@@ -1,20 +1,31 @@
-"""A client's connection to the shuffler, and the answers of one call over it."""
+"""A client's connection to the shuffler, and the calls and new tries that are made over it."""
 
 from __future__ import annotations
 
 import os
-import queue
+import random
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 
 from shufl.shuffler.keys import AnyCredentials, Credentials
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, check_address, join_address, parse_address
-from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, ShufflerUnavailable
+from shufl.shuffler.wire.errors import (
+    Refusal,
+    ShufflerError,
+    ShufflerRefused,
+    ShufflerUnavailable,
+)
+from shufl.shuffler.wire.shuffler_pb2 import DESCRIPTOR
+
+_FIRST_SECONDS = 0.1
+_LONGEST_SECONDS = 5.0
+_random = random.SystemRandom()
 
 
 class Connection:
@@ -28,7 +39,14 @@ class Connection:
         timeout: longest wait for one answer, in seconds.
     """
 
-    def __init__(self, address: str, credentials: AnyCredentials, timeout: float) -> None:
+    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
+        """Remembers where the shuffler is; connects with the first call.
+
+        `timeout` is the longest wait in seconds for one answer.
+
+        Raises:
+            ValueError: the address is malformed, or the timeout not positive.
+        """
         host, port, _ = parse_address(check_address(address))
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
@@ -118,49 +136,46 @@ class Connection:
         return ShufflerUnavailable(f"shuffler at {self.address} does not answer: {details}")
 
 
-class Answers:
-    """The answers of a streaming call, read in a thread, so that waiting for one can have a limit.
+class Stub:
+    """A service's methods over a channel, each an attribute of its name, as generated code has."""
 
-    A gRPC deadline would limit the whole stream, which may last as long as the training of all its
-    users.
+    def __init__(
+        self, service: Literal["Intake", "Control", "Record"], channel: grpc.Channel
+    ) -> None:
+        about = DESCRIPTOR.services_by_name[service]
+        for method in about.methods:
+            make = channel.unary_stream if method.server_streaming else channel.unary_unary
+            call = make(
+                f"/{about.full_name}/{method.name}",
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
+            setattr(self, method.name, call)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the service has no method {name}")
+
+
+class Retries:
+    """Waits before one more try: exponential backoff with full jitter, until a moment.
+
+    Every wait is drawn uniformly from zero to a bound that doubles, so that clients who were
+    refused together do not come back together. It is not gRPC's own retry policy, which ends after
+    five tries, and does not tell that a call was made again: what was in doubt would be lost.
     """
 
-    def __init__(self, call: Any, ahead: int | None = None) -> None:
-        """Begins to read; `ahead`: how many answers may lie here until they are taken."""
-        self.call = call
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._room = threading.Semaphore(ahead) if ahead is not None else None
-        threading.Thread(target=self._read, daemon=True).start()
+    def __init__(self, until: float) -> None:
+        """Remembers the moment, by `time.monotonic`."""
+        self.until = until
+        self._bound = _FIRST_SECONDS
 
-    def next(self, until: float) -> Any:
-        """The next answer; None at the end of the stream.
-
-        Raises:
-            grpc.RpcError: if the call ended with an error.
-            TimeoutError: if nothing comes until then, by `time.monotonic`.
-        """
-        try:
-            answer = self._answers.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
-            raise TimeoutError from None
-        if self._room is not None:
-            self._room.release()
-        if isinstance(answer, grpc.RpcError):
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        """Ends the call."""
-        self.call.cancel()
-        if self._room is not None:
-            self._room.release()
-
-    def _read(self) -> None:
-        try:
-            for answer in self.call:
-                self._answers.put(answer)
-                if self._room is not None:
-                    self._room.acquire()
-            self._answers.put(None)
-        except grpc.RpcError as error:
-            self._answers.put(error)
+    def wait(self, error: ShufflerError) -> None:
+        """Waits, or raises the error: where trying again would not help, or there is no time."""
+        busy = isinstance(error, ShufflerRefused) and error.reason in (Refusal.BUSY, Refusal.IDLE)
+        seconds = _random.uniform(0.0, self._bound)
+        if not (busy or isinstance(error, ShufflerUnavailable)):
+            raise error
+        if time.monotonic() + seconds >= self.until:
+            raise error
+        self._bound = min(2 * self._bound, _LONGEST_SECONDS)
+        time.sleep(seconds)

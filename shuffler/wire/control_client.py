@@ -1,16 +1,19 @@
-"""What the server uses to run rounds at the shuffler and to fetch their batches."""
+"""What the server uses to run rounds, and auditors to fetch the record of them."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
+
 from shufl.shuffler.keys import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
-from shufl.shuffler.wire.connection import Answers, Connection
+from shufl.shuffler.wire.connection import Connection, Retries, Stub
 from shufl.shuffler.wire.errors import (
     Closed,
     Outcome,
@@ -19,8 +22,6 @@ from shufl.shuffler.wire.errors import (
     ShufflerRefused,
     ShufflerUnavailable,
 )
-from shufl.shuffler.wire.retries import Retries
-from shufl.shuffler.wire.stub import Stub
 
 _BLANKET_SECONDS = 3600.0  # for a shuffler to make the blankets of a round
 _NOTHING_THERE = {Refusal.UNKNOWN_RUN, Refusal.UNKNOWN_ROUND, Refusal.RUN_ENDED}
@@ -158,16 +159,16 @@ class ControlClient(Connection):
                 return
 
     def _release(self, run_id: str, round: int) -> Iterator[bytes]:
-        """The same by one call."""
+        """The reports that one call brings."""
         stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():
-            answers = Answers(stub.Release(request), ahead=1)
+            call = stub.Release(request)
         pieces = bytearray()
         try:
             while True:
                 with self.errors():
-                    chunk = answers.next(time.monotonic() + self.timeout)
+                    chunk = self._next(call)
                 if chunk is None:
                     return
                 if not (chunk.sealed and all(chunk.sealed)):
@@ -182,7 +183,25 @@ class ControlClient(Connection):
                 else:
                     yield from chunk.sealed
         finally:
-            answers.close()
+            call.cancel()
+
+    def _next(self, call: Any) -> Any:
+        """The next part of a release; None at the end.
+
+        Each part is waited for as long as another answer. A gRPC deadline would limit the whole
+        release, which lasts as long as the server takes.
+        """
+        limit = threading.Timer(self.timeout, call.cancel)
+        limit.daemon = True
+        limit.start()
+        try:
+            return next(call, None)
+        except grpc.RpcError:
+            if call.cancelled():  # here, not by the shuffler
+                raise TimeoutError from None
+            raise
+        finally:
+            limit.cancel()
 
     def end_run(self, run_id: str) -> None:
         """Destroys everything of a run; repeating it changes nothing.
@@ -204,3 +223,23 @@ class ControlClient(Connection):
             except ShufflerUnavailable as error:
                 retries = retries or Retries(time.monotonic() + patience)
                 retries.wait(error)
+
+
+class RecordClient(Connection):
+    """Fetches the public record. Any certificate of the shuffler's authority will do."""
+
+    def entries(self) -> Iterator[str]:
+        """All entries, as JSON, from the first on; `shuffler.record.verify` checks them.
+
+        Raises:
+            ShufflerUnavailable: if the shuffler does not answer.
+        """
+        stub, first = Stub("Record", self.connected()), 0
+        while True:
+            with self.errors():
+                request = shuffler_pb2.EntriesRequest(first=first)
+                found = stub.Entries(request, timeout=self.timeout).entries
+            if not found:
+                return
+            yield from found
+            first += len(found)

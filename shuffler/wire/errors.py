@@ -69,7 +69,7 @@ class Refusal(StrEnum):
         return member
 
     NOT_PERMITTED = "NOT_PERMITTED", "not with this certificate"
-    BUSY = "BUSY", "too many streams at once"
+    BUSY = "BUSY", "too many calls at once"
     IDLE = "IDLE", "nothing came for too long"
     NOT_OWNER = "NOT_OWNER", "this run belongs to another server"
     MALFORMED = "MALFORMED", "not a message of this protocol"
@@ -122,6 +122,11 @@ class ShufflerRefused(ShufflerError):
 
     def __reduce__(self) -> tuple[type[ShufflerRefused], tuple[Refusal, str]]:
         return (type(self), (self.reason, self.detail))
+
+
+def malformed(detail: str) -> ShufflerRefused:
+    """The refusal of a call that is not what this protocol allows, with one sentence on why."""
+    return ShufflerRefused(Refusal.MALFORMED, detail)
 
 
 class RejectReason(StrEnum):

@@ -1,22 +1,22 @@
 """What user devices use to hand sealed reports in.
 
-Where the shuffler has ended a stream that brought nothing, is busy or is not there for a moment,
-another is begun, and reports without a verdict are sent again.
+Short reports travel together, and a long one in pieces. Some calls are under way at once. What the
+shuffler was too busy for, or not there for, is sent again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import queue
+import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shufl.shuffler.keys import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, MOST_TOGETHER, PIECE_BYTES
-from shufl.shuffler.wire.connection import Answers, Connection
+from shufl.shuffler.wire.connection import Connection, Retries, Stub
 from shufl.shuffler.wire.errors import (
     Refusal,
     ShufflerError,
@@ -24,19 +24,15 @@ from shufl.shuffler.wire.errors import (
     ShufflerUnavailable,
     Verdict,
 )
-from shufl.shuffler.wire.retries import Retries
 from shufl.shuffler.wire.sealing import RoundHeader
-from shufl.shuffler.wire.stub import Stub
 
-_WINDOW_BYTES = 32 * 2**20
-_HELD_SECONDS = 0.02  # a report waits so long for others of its message
-_SEND: Any = object()
+_MOST_CALLS = 8  # at once; half as many after each that fails, since the way may be a slow one
 
 
 class IntakeClient(Connection):
     """Hands sealed reports in. For user devices and for the nodes that simulate many of them.
 
-    One object per process and stream of reports is meant; several threads may share it.
+    One object per process is meant; several threads may share it.
 
     Attributes:
         counts: what has become of the reports so far: how many got each verdict, by its name, and
@@ -46,8 +42,7 @@ class IntakeClient(Connection):
     def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
         """Remembers where the shuffler is; connects with the first report.
 
-        The credentials are a node's; `timeout` is the longest wait in seconds for one verdict. A
-        stream of reports may last longer.
+        The credentials are a node's; `timeout` is the longest wait in seconds for one answer.
 
         Raises:
             ValueError: the address is malformed.
@@ -94,15 +89,13 @@ class IntakeClient(Connection):
         *,
         deadline: float | None = None,
     ) -> Iterator[Verdict]:
-        """Streams reports of one round to the shuffler.
+        """Hands in reports of one round.
 
         Nothing is sent before the result is iterated over. `reports` is then read in the caller's
-        thread, as far ahead of the verdicts as the window of unanswered reports allows (256, and
-        32 MiB or one report), so it can be a generator of any length. It may also be slow: where
-        the shuffler has ended a stream that brought nothing, the next report begins another. Where
-        the shuffler is busy or not there, another is begun after a random wait. Reports without a
-        verdict are then sent again; one that turns out to be in the batch since the first time is
-        `ACCEPTED`.
+        thread, a few MB ahead of the verdicts, so it can be a generator of any length. A short
+        report is sent at once where nothing is under way, and else with those that follow. What the
+        shuffler was too busy or not there for is sent again after a random wait; a report that
+        turns out to be in the batch since the first time is `ACCEPTED`.
 
         Args:
             reports: pairs of the user's number, counted by this sender, and the sealed report; with
@@ -123,24 +116,16 @@ class IntakeClient(Connection):
         """
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline must be positive, got {deadline}")
-        stream = _Reports(self, header, deadline)
+        submission = _Submission(self, header, deadline)
         try:
-            for user, sealed in reports:
-                if len(sealed) > MAX_REPORT_BYTES:
-                    raise ValueError(
-                        f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {len(sealed)}"
-                    )
-                while stream.must_wait(len(sealed)):
-                    yield stream.verdict()
-                stream.send(user, sealed)
-            stream.end()
-            while stream.waiting:
-                yield stream.verdict()
+            for verdict in submission.verdicts(reports):
+                self._count(verdict.name)
+                yield verdict
         except ShufflerError:
-            self._count("LOST", len(stream.waiting))
+            self._count("LOST", submission.unanswered)
             raise
         finally:
-            stream.close()
+            submission.cancel()
 
     def _count(self, what: str, more: int = 1) -> None:
         """Adds to the counts."""
@@ -148,158 +133,154 @@ class IntakeClient(Connection):
             self.counts[what] += more
 
 
-class _Reports:
-    """The reports of one `submit`, over one call or several.
-
-    Before the shuffler ends a call with `IDLE` it answers every report that it has read, and with
-    `BUSY` it reads none. So those without a verdict are not in the batch, and are sent again over
-    the next call. Where the connection was lost they may be in it, and are sent again all the same.
+@dataclasses.dataclass
+class _Message:
+    """What is sent at once: short reports of several users, or one report.
 
     Attributes:
-        waiting: user, or users, and report, of those without a verdict.
+        users: whose reports they are; with sums, all users of the one message.
+        sealed: the reports, one after the other.
+        upload: a random number that the pieces of a long report share, however often they are sent.
+        verdicts: the shuffler's, so far.
+        unanswered: how many of its calls have no answer yet.
+        doubtful: whether some of it may be in the batch although the shuffler has not said so.
+    """
+
+    users: Sequence[int | range]
+    sealed: bytes
+    upload: int = dataclasses.field(default_factory=lambda: secrets.randbits(64))
+    verdicts: list[int] = dataclasses.field(default_factory=list)
+    doubtful: bool = False
+
+    def __post_init__(self) -> None:
+        self.unanswered = max(-(-len(self.sealed) // PIECE_BYTES), 1)
+
+    def result(self) -> list[Verdict]:
+        """The verdict on each of its reports.
+
+        A long report may have several: a piece that is sent again, because its answer was lost, may
+        come when the others have completed the report, or when the round is over.
+        """
+        taken = {Verdict.ACCEPTED, Verdict.DUPLICATE} if self.doubtful else {Verdict.ACCEPTED}
+        verdicts = [
+            Verdict.ACCEPTED if verdict in taken else Verdict(verdict) for verdict in self.verdicts
+        ]
+        if len(self.users) == 1 and Verdict.ACCEPTED in verdicts:
+            return [Verdict.ACCEPTED]
+        return verdicts[: len(self.users)]
+
+    def requests(self, header: RoundHeader) -> Iterator[Any]:
+        """What its calls say: one, or one for each piece of a long report."""
+        about: dict[str, Any] = {"users": self.users}
+        if isinstance(several := self.users[0], range):
+            about = {"users": [several.start], "count": len(several), "step": several.step}
+        if len(self.sealed) > PIECE_BYTES:
+            about |= {"length": len(self.sealed), "upload": self.upload}
+        about |= {"run_id": header.run_id, "round": header.round, "commitment": header.commitment}
+        for start in range(0, max(len(self.sealed), 1), PIECE_BYTES):
+            piece = self.sealed[start : start + PIECE_BYTES]
+            yield shuffler_pb2.SubmitRequest(sealed=piece, start=start, **about)
+
+
+class _Submission:
+    """The reports of one `submit`, and the calls that are under way with them.
+
+    Attributes:
+        unanswered: how many reports were read and have no verdict yet.
     """
 
     def __init__(self, client: IntakeClient, header: RoundHeader, deadline: float | None) -> None:
-        self.waiting: deque[tuple[int | range, bytes]] = deque()
-        self._bytes = 0  # of them
-        self._doubtful = 0  # of them, the first ones: may be in the batch already
+        self.unanswered = 0
         self._client = client
+        self._header = header
         self._patience = client.timeout if deadline is None else deadline
         self._until = None if deadline is None else time.monotonic() + deadline
-        self._about: dict[str, Any] = {
-            "run_id": header.run_id,
-            "round": header.round,
-            "commitment": header.commitment,
-        }
-        self._answers: Answers | None = None
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._verdicts: deque[int] = deque()  # received and not yet passed on
-        self._all_sent = False
+        self._most_calls = _MOST_CALLS
+        self._calls: deque[tuple[_Message, Any, Any]] = deque()  # with request and future answer
 
-    def must_wait(self, length: int) -> bool:
-        """Whether the next verdict comes before a report of this length may be sent."""
-        full = len(self.waiting) >= MOST_TOGETHER or self._bytes + length > _WINDOW_BYTES
-        return bool(self.waiting) and (full or self._ended())
+    def verdicts(self, reports: Iterable[tuple[int | range, bytes]]) -> Iterator[Verdict]:
+        """Sends the reports; a verdict on each, in order."""
+        for message in self._messages(reports):
+            for request in message.requests(self._header):
+                while len(self._calls) >= self._most_calls or self._first_is_answered():
+                    yield from self._answered()
+                self._calls.append((message, request, self._call(request)))
+        while self._calls:
+            yield from self._answered()
 
-    def send(self, user: int | range, sealed: bytes) -> None:
-        """Sends one report more."""
-        if not self.waiting and self._ended():
-            self._receive(self._retries())  # no verdict is due, so this is why it has ended
-        if self._answers is None:
-            self._open()
-        self.waiting.append((user, sealed))
-        self._bytes += len(sealed)
-        self._requests.put((user, sealed))
+    def _first_is_answered(self) -> bool:
+        return bool(self._calls) and bool(self._calls[0][-1].done())
 
-    def end(self) -> None:
-        """There are no more reports."""
-        self._all_sent = True
-        self._requests.put(None)
+    def cancel(self) -> None:
+        """Ends the calls that are under way."""
+        for _, _, call in self._calls:
+            call.cancel()
 
-    def verdict(self) -> Verdict:
-        """The next; waits for it, over as many calls as there is time for."""
-        retries = self._retries()
-        while not self._verdicts:
-            self._receive(retries)
-        verdict = Verdict(self._verdicts.popleft())
-        self._bytes -= len(self.waiting.popleft()[1])
-        if self._doubtful:
-            self._doubtful -= 1
-            if verdict is Verdict.DUPLICATE:
-                verdict = Verdict.ACCEPTED
-        self._client._count(verdict.name)
-        return verdict
+    def _messages(self, reports: Iterable[tuple[int | range, bytes]]) -> Iterator[_Message]:
+        """Puts short reports together for as long as calls are under way and there is room."""
+        users: list[int | range] = []
+        held: list[bytes] = []
+        for user, sealed in reports:
+            length = len(sealed)
+            if length > MAX_REPORT_BYTES:
+                raise ValueError(
+                    f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {length}"
+                )
+            self.unanswered += 1
+            alone = isinstance(user, range) or length > PIECE_BYTES
+            room = len(held) < MOST_TOGETHER and length * (len(held) + 1) <= PIECE_BYTES
+            if held and (alone or not room or length != len(held[0])):
+                yield _Message(users, b"".join(held))
+                users, held = [], []
+            users.append(user)
+            held.append(sealed)
+            if alone or all(call.done() for *_, call in self._calls):
+                yield _Message(users, b"".join(held))
+                users, held = [], []
+        if held:
+            yield _Message(users, b"".join(held))
 
-    def close(self) -> None:
-        """Ends the call."""
-        self._requests.put(None)
-        if self._answers is not None:
-            self._answers.close()
-
-    def _ended(self) -> bool:
-        return self._answers is not None and bool(self._answers.call.done())
-
-    def _open(self) -> None:
-        """Begins a call, with the reports that wait."""
-        self._requests = queue.SimpleQueue()
-        stub = Stub("Intake", self._client.connected())
+    def _call(self, request: Any) -> Any:
+        """Begins a call; its answer, in future."""
+        left = self._client.timeout
+        if self._until is not None:
+            left = min(left, self._until - time.monotonic())
         with self._client.errors():
-            self._answers = Answers(stub.Submit(_messages(self._requests, self._about)))
-        for report in self.waiting:
-            self._requests.put(report)
-        if self._all_sent:
-            self._requests.put(None)
+            stub = Stub("Intake", self._client.connected())
+            return stub.Submit.future(request, timeout=max(left, 0.0))
+
+    def _answered(self) -> list[Verdict]:
+        """Waits for the oldest call; if it was its message's last, the verdicts on that."""
+        message, request, call = self._calls.popleft()
+        self._take(message, request, call)
+        message.unanswered -= 1
+        if message.unanswered:
+            return []
+        retries = self._retries()
+        while len(message.verdicts) < len(message.users):
+            # The shuffler has given up pieces of a long report, for others.
+            retries.wait(ShufflerRefused(Refusal.BUSY))
+            message.verdicts.clear()
+            for request in message.requests(self._header):
+                self._take(message, request, self._call(request))
+                if message.verdicts:
+                    break  # the other pieces were still there
+        self.unanswered -= len(message.users)
+        return message.result()
+
+    def _take(self, message: _Message, request: Any, call: Any) -> None:
+        """Waits for the answer to a call, which is made again for as long as may be."""
+        retries = self._retries()
+        while True:
+            try:
+                with self._client.errors(self._patience):
+                    message.verdicts += call.result().verdicts
+                return
+            except ShufflerError as error:
+                message.doubtful |= isinstance(error, ShufflerUnavailable)
+                self._most_calls = max(self._most_calls // 2, 1)
+                retries.wait(error)
+                call = self._call(request)
 
     def _retries(self) -> Retries:
         return Retries(self._until or time.monotonic() + self._patience)
-
-    def _receive(self, retries: Retries) -> None:
-        """Takes the next verdicts; where the call has ended, begins another as long as may be."""
-        try:
-            with self._client.errors(self._patience):
-                if self._answers is None:
-                    self._open()
-                assert self._answers is not None
-                self._requests.put(_SEND)
-                until = min(time.monotonic() + self._client.timeout, retries.until)
-                reply = self._answers.next(until)
-                if reply is None:
-                    raise EOFError("it ended the stream early")
-            self._verdicts.extend(reply.verdicts)
-        except ShufflerError as error:
-            if isinstance(error, ShufflerUnavailable):
-                self._doubtful = len(self.waiting)
-            self.close()
-            self._answers = None
-            if not (isinstance(error, ShufflerRefused) and error.reason is Refusal.IDLE):
-                retries.wait(error)
-
-
-def _messages(items: queue.SimpleQueue[Any], about: dict[str, Any]) -> Iterator[Any]:
-    """The messages of one call: in one as many reports as fit and come within a moment.
-
-    `items` are pairs of user, or users, and sealed report; `_SEND`, where no more will come before
-    those that are here are sent; None at the end. `about` is what a message says of the round.
-    """
-    held: list[tuple[int, bytes]] = []
-    until = 0.0
-    while True:
-        try:
-            item = items.get(timeout=max(until - time.monotonic(), 0.0) if held else None)
-        except queue.Empty:
-            item = _SEND
-        if held and not _fits(item, held):
-            users, reports = zip(*held, strict=True)
-            yield shuffler_pb2.SubmitRequest(users=users, sealed=b"".join(reports), **about)
-            held = []
-        if item is None:
-            return
-        if item is _SEND:
-            continue
-        user, sealed = item
-        if isinstance(user, range) or len(sealed) > PIECE_BYTES:
-            yield from _pieces(user, sealed, about)
-            continue
-        if not held:
-            until = time.monotonic() + _HELD_SECONDS
-        held.append(item)
-
-
-def _fits(item: Any, held: list[tuple[int, bytes]]) -> bool:
-    """Whether the next item is a report that fits into one message with these."""
-    length = len(held[0][1])
-    if item is None or item is _SEND or isinstance(item[0], range) or len(item[1]) != length:
-        return False
-    return length * (len(held) + 1) <= PIECE_BYTES
-
-
-def _pieces(user: int | range, sealed: bytes, about: dict[str, Any]) -> Iterator[Any]:
-    """The messages of one long report, or one of several users; the first says what it is."""
-    first = {**about, "users": [user]}
-    if isinstance(user, range):
-        first |= {"users": [user.start], "count": len(user), "step": user.step}
-    for start in range(0, len(sealed), PIECE_BYTES):
-        end = start + PIECE_BYTES
-        piece, more = sealed[start:end], end < len(sealed)
-        yield shuffler_pb2.SubmitRequest(sealed=piece, more=more, **first)
-        first = {}

@@ -60,9 +60,9 @@ ID_BYTES = 16
 """Length of a report's id."""
 
 SEED_PAYLOAD_BYTES = 885
-"""Length of what a node seals of a seed (`wire.seeds`): also of the longest names' certificate.
+"""Length of what a node seals with its seed (`wire.seeds`), with room for the longest certificate.
 
-A vector and what version 1 sealed never have the same length as a vector and this, so shufflers and
+Messages of version 1 were sealed at a length that no message of this version has, so shufflers and
 servers of different versions refuse each other's runs.
 """
 

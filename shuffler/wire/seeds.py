@@ -23,7 +23,7 @@ from shufl.shuffler.keys import Credentials
 from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES, RoundHeader, seal
 
 SUM_VERSION = 2
-"""Of a node's message with sums. A node says its own before a run; the server refuses others."""
+"""Version of a node's message with sums, which the node names before a run."""
 
 _START = struct.Struct(f">B{SEED_BYTES}sQ73pH")
 _CERTIFICATE_BYTES = SEED_PAYLOAD_BYTES - _START.size

@@ -24,61 +24,61 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"shufl/shuffler/wire/shuffler.proto\x12\x08shufl.v1\"\x1f\n\x0e\x45ntriesRequest\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\"\x1f\n\x0c\x45ntriesReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\t\"\x8c\x01\n\rSubmitRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\x12\r\n\x05users\x18\x04 \x03(\x06\x12\x0e\n\x06sealed\x18\x05 \x01(\x0c\x12\x0c\n\x04more\x18\x06 \x01(\x08\x12\r\n\x05\x63ount\x18\x07 \x01(\x04\x12\x0c\n\x04step\x18\x08 \x01(\x04\"A\n\x0c\x41greeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\"E\n\nAgreeReply\x12\x12\n\ncommitment\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x14\n\x0cseconds_left\x18\x03 \x01(\x01\"2\n\x0bSubmitReply\x12#\n\x08verdicts\x18\x01 \x03(\x0e\x32\x11.shufl.v1.Verdict\"F\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x14\n\x0creport_bytes\x18\x03 \x01(\x04\"%\n\x0e\x43reateRunReply\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\" \n\x0eReserveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x0e\n\x0cReserveReply\"[\n\x10OpenRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\x0c\"\x1f\n\x0eOpenRoundReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"2\n\x11\x43loseRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\"V\n\x0f\x43loseRoundReply\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.shufl.v1.Outcome\x12\x0f\n\x07senders\x18\x02 \x01(\x04\x12\x0e\n\x06\x61\x62sent\x18\x03 \x03(\t\"/\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\",\n\x0cReleaseChunk\x12\x0e\n\x06sealed\x18\x01 \x03(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"0\n\x0f\x45ndRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\"\x0f\n\rEndRoundReply\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\r\n\x0b\x45ndRunReply*\xd2\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bUNKNOWN_RUN\x10\x02\x12\x12\n\x0eROUND_NOT_OPEN\x10\x03\x12\r\n\tDUPLICATE\x10\x04\x12\x10\n\x0cWRONG_LENGTH\x10\x05\x12\x14\n\x10WRONG_COMMITMENT\x10\x06\x12\x0e\n\nBAD_SENDER\x10\x07\x12\x0e\n\nROUND_FULL\x10\x08\x12\x10\n\x0cSTORAGE_FULL\x10\t\x12\x12\n\x0eSTORAGE_FAILED\x10\n*T\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nRELEASABLE\x10\x01\x12\x11\n\rBELOW_MINIMUM\x10\x02\x12\r\n\tDISCARDED\x10\x03\x32}\n\x06Intake\x12\x35\n\x05\x41gree\x12\x16.shufl.v1.AgreeRequest\x1a\x14.shufl.v1.AgreeReply\x12<\n\x06Submit\x12\x17.shufl.v1.SubmitRequest\x1a\x15.shufl.v1.SubmitReply(\x01\x30\x01\x32\x45\n\x06Record\x12;\n\x07\x45ntries\x12\x18.shufl.v1.EntriesRequest\x1a\x16.shufl.v1.EntriesReply2\xcb\x03\n\x07\x43ontrol\x12\x41\n\tCreateRun\x12\x1a.shufl.v1.CreateRunRequest\x1a\x18.shufl.v1.CreateRunReply\x12;\n\x07Reserve\x12\x18.shufl.v1.ReserveRequest\x1a\x16.shufl.v1.ReserveReply\x12\x41\n\tOpenRound\x12\x1a.shufl.v1.OpenRoundRequest\x1a\x18.shufl.v1.OpenRoundReply\x12\x44\n\nCloseRound\x12\x1b.shufl.v1.CloseRoundRequest\x1a\x19.shufl.v1.CloseRoundReply\x12=\n\x07Release\x12\x18.shufl.v1.ReleaseRequest\x1a\x16.shufl.v1.ReleaseChunk0\x01\x12>\n\x08\x45ndRound\x12\x19.shufl.v1.EndRoundRequest\x1a\x17.shufl.v1.EndRoundReply\x12\x38\n\x06\x45ndRun\x12\x17.shufl.v1.EndRunRequest\x1a\x15.shufl.v1.EndRunReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"shufl/shuffler/wire/shuffler.proto\x12\x08shufl.v1\"\x1f\n\x0e\x45ntriesRequest\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\"\x1f\n\x0c\x45ntriesReply\x12\x0f\n\x07\x65ntries\x18\x01 \x03(\t\"\xb3\x01\n\rSubmitRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\x12\r\n\x05users\x18\x04 \x03(\x06\x12\x0e\n\x06sealed\x18\x05 \x01(\x0c\x12\r\n\x05\x63ount\x18\x07 \x01(\x04\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\x0e\n\x06length\x18\t \x01(\x04\x12\r\n\x05start\x18\n \x01(\x04\x12\x0e\n\x06upload\x18\x0b \x01(\x06J\x04\x08\x06\x10\x07\"A\n\x0c\x41greeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x12\n\ncommitment\x18\x03 \x01(\t\"E\n\nAgreeReply\x12\x12\n\ncommitment\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x14\n\x0cseconds_left\x18\x03 \x01(\x01\"2\n\x0bSubmitReply\x12#\n\x08verdicts\x18\x01 \x03(\x0e\x32\x11.shufl.v1.Verdict\"F\n\x10\x43reateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12\x14\n\x0creport_bytes\x18\x03 \x01(\x04\"%\n\x0e\x43reateRunReply\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\" \n\x0eReserveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x0e\n\x0cReserveReply\"[\n\x10OpenRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12\x12\n\npublic_key\x18\x04 \x01(\x0c\"\x1f\n\x0eOpenRoundReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"2\n\x11\x43loseRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\"V\n\x0f\x43loseRoundReply\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.shufl.v1.Outcome\x12\x0f\n\x07senders\x18\x02 \x01(\x04\x12\x0e\n\x06\x61\x62sent\x18\x03 \x03(\t\"/\n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\",\n\x0cReleaseChunk\x12\x0e\n\x06sealed\x18\x01 \x03(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"0\n\x0f\x45ndRoundRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\"\x0f\n\rEndRoundReply\"\x1f\n\rEndRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\r\n\x0b\x45ndRunReply*\xd2\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x0f\n\x0bUNKNOWN_RUN\x10\x02\x12\x12\n\x0eROUND_NOT_OPEN\x10\x03\x12\r\n\tDUPLICATE\x10\x04\x12\x10\n\x0cWRONG_LENGTH\x10\x05\x12\x14\n\x10WRONG_COMMITMENT\x10\x06\x12\x0e\n\nBAD_SENDER\x10\x07\x12\x0e\n\nROUND_FULL\x10\x08\x12\x10\n\x0cSTORAGE_FULL\x10\t\x12\x12\n\x0eSTORAGE_FAILED\x10\n*T\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nRELEASABLE\x10\x01\x12\x11\n\rBELOW_MINIMUM\x10\x02\x12\r\n\tDISCARDED\x10\x03\x32y\n\x06Intake\x12\x35\n\x05\x41gree\x12\x16.shufl.v1.AgreeRequest\x1a\x14.shufl.v1.AgreeReply\x12\x38\n\x06Submit\x12\x17.shufl.v1.SubmitRequest\x1a\x15.shufl.v1.SubmitReply2E\n\x06Record\x12;\n\x07\x45ntries\x12\x18.shufl.v1.EntriesRequest\x1a\x16.shufl.v1.EntriesReply2\xcb\x03\n\x07\x43ontrol\x12\x41\n\tCreateRun\x12\x1a.shufl.v1.CreateRunRequest\x1a\x18.shufl.v1.CreateRunReply\x12;\n\x07Reserve\x12\x18.shufl.v1.ReserveRequest\x1a\x16.shufl.v1.ReserveReply\x12\x41\n\tOpenRound\x12\x1a.shufl.v1.OpenRoundRequest\x1a\x18.shufl.v1.OpenRoundReply\x12\x44\n\nCloseRound\x12\x1b.shufl.v1.CloseRoundRequest\x1a\x19.shufl.v1.CloseRoundReply\x12=\n\x07Release\x12\x18.shufl.v1.ReleaseRequest\x1a\x16.shufl.v1.ReleaseChunk0\x01\x12>\n\x08\x45ndRound\x12\x19.shufl.v1.EndRoundRequest\x1a\x17.shufl.v1.EndRoundReply\x12\x38\n\x06\x45ndRun\x12\x17.shufl.v1.EndRunRequest\x1a\x15.shufl.v1.EndRunReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shufl.shuffler.wire.shuffler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICT']._serialized_start=1085
-  _globals['_VERDICT']._serialized_end=1295
-  _globals['_OUTCOME']._serialized_start=1297
-  _globals['_OUTCOME']._serialized_end=1381
+  _globals['_VERDICT']._serialized_start=1124
+  _globals['_VERDICT']._serialized_end=1334
+  _globals['_OUTCOME']._serialized_start=1336
+  _globals['_OUTCOME']._serialized_end=1420
   _globals['_ENTRIESREQUEST']._serialized_start=48
   _globals['_ENTRIESREQUEST']._serialized_end=79
   _globals['_ENTRIESREPLY']._serialized_start=81
   _globals['_ENTRIESREPLY']._serialized_end=112
   _globals['_SUBMITREQUEST']._serialized_start=115
-  _globals['_SUBMITREQUEST']._serialized_end=255
-  _globals['_AGREEREQUEST']._serialized_start=257
-  _globals['_AGREEREQUEST']._serialized_end=322
-  _globals['_AGREEREPLY']._serialized_start=324
-  _globals['_AGREEREPLY']._serialized_end=393
-  _globals['_SUBMITREPLY']._serialized_start=395
-  _globals['_SUBMITREPLY']._serialized_end=445
-  _globals['_CREATERUNREQUEST']._serialized_start=447
-  _globals['_CREATERUNREQUEST']._serialized_end=517
-  _globals['_CREATERUNREPLY']._serialized_start=519
-  _globals['_CREATERUNREPLY']._serialized_end=556
-  _globals['_RESERVEREQUEST']._serialized_start=558
-  _globals['_RESERVEREQUEST']._serialized_end=590
-  _globals['_RESERVEREPLY']._serialized_start=592
-  _globals['_RESERVEREPLY']._serialized_end=606
-  _globals['_OPENROUNDREQUEST']._serialized_start=608
-  _globals['_OPENROUNDREQUEST']._serialized_end=699
-  _globals['_OPENROUNDREPLY']._serialized_start=701
-  _globals['_OPENROUNDREPLY']._serialized_end=732
-  _globals['_CLOSEROUNDREQUEST']._serialized_start=734
-  _globals['_CLOSEROUNDREQUEST']._serialized_end=784
-  _globals['_CLOSEROUNDREPLY']._serialized_start=786
-  _globals['_CLOSEROUNDREPLY']._serialized_end=872
-  _globals['_RELEASEREQUEST']._serialized_start=874
-  _globals['_RELEASEREQUEST']._serialized_end=921
-  _globals['_RELEASECHUNK']._serialized_start=923
-  _globals['_RELEASECHUNK']._serialized_end=967
-  _globals['_ENDROUNDREQUEST']._serialized_start=969
-  _globals['_ENDROUNDREQUEST']._serialized_end=1017
-  _globals['_ENDROUNDREPLY']._serialized_start=1019
-  _globals['_ENDROUNDREPLY']._serialized_end=1034
-  _globals['_ENDRUNREQUEST']._serialized_start=1036
-  _globals['_ENDRUNREQUEST']._serialized_end=1067
-  _globals['_ENDRUNREPLY']._serialized_start=1069
-  _globals['_ENDRUNREPLY']._serialized_end=1082
-  _globals['_INTAKE']._serialized_start=1383
-  _globals['_INTAKE']._serialized_end=1508
-  _globals['_RECORD']._serialized_start=1510
-  _globals['_RECORD']._serialized_end=1579
-  _globals['_CONTROL']._serialized_start=1582
-  _globals['_CONTROL']._serialized_end=2041
+  _globals['_SUBMITREQUEST']._serialized_end=294
+  _globals['_AGREEREQUEST']._serialized_start=296
+  _globals['_AGREEREQUEST']._serialized_end=361
+  _globals['_AGREEREPLY']._serialized_start=363
+  _globals['_AGREEREPLY']._serialized_end=432
+  _globals['_SUBMITREPLY']._serialized_start=434
+  _globals['_SUBMITREPLY']._serialized_end=484
+  _globals['_CREATERUNREQUEST']._serialized_start=486
+  _globals['_CREATERUNREQUEST']._serialized_end=556
+  _globals['_CREATERUNREPLY']._serialized_start=558
+  _globals['_CREATERUNREPLY']._serialized_end=595
+  _globals['_RESERVEREQUEST']._serialized_start=597
+  _globals['_RESERVEREQUEST']._serialized_end=629
+  _globals['_RESERVEREPLY']._serialized_start=631
+  _globals['_RESERVEREPLY']._serialized_end=645
+  _globals['_OPENROUNDREQUEST']._serialized_start=647
+  _globals['_OPENROUNDREQUEST']._serialized_end=738
+  _globals['_OPENROUNDREPLY']._serialized_start=740
+  _globals['_OPENROUNDREPLY']._serialized_end=771
+  _globals['_CLOSEROUNDREQUEST']._serialized_start=773
+  _globals['_CLOSEROUNDREQUEST']._serialized_end=823
+  _globals['_CLOSEROUNDREPLY']._serialized_start=825
+  _globals['_CLOSEROUNDREPLY']._serialized_end=911
+  _globals['_RELEASEREQUEST']._serialized_start=913
+  _globals['_RELEASEREQUEST']._serialized_end=960
+  _globals['_RELEASECHUNK']._serialized_start=962
+  _globals['_RELEASECHUNK']._serialized_end=1006
+  _globals['_ENDROUNDREQUEST']._serialized_start=1008
+  _globals['_ENDROUNDREQUEST']._serialized_end=1056
+  _globals['_ENDROUNDREPLY']._serialized_start=1058
+  _globals['_ENDROUNDREPLY']._serialized_end=1073
+  _globals['_ENDRUNREQUEST']._serialized_start=1075
+  _globals['_ENDRUNREQUEST']._serialized_end=1106
+  _globals['_ENDRUNREPLY']._serialized_start=1108
+  _globals['_ENDRUNREPLY']._serialized_end=1121
+  _globals['_INTAKE']._serialized_start=1422
+  _globals['_INTAKE']._serialized_end=1543
+  _globals['_RECORD']._serialized_start=1545
+  _globals['_RECORD']._serialized_end=1614
+  _globals['_CONTROL']._serialized_start=1617
+  _globals['_CONTROL']._serialized_end=2076
 # @@protoc_insertion_point(module_scope)

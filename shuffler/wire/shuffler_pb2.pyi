@@ -56,24 +56,28 @@ class EntriesReply(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("run_id", "round", "commitment", "users", "sealed", "more", "count", "step")
+    __slots__ = ("run_id", "round", "commitment", "users", "sealed", "count", "step", "length", "start", "upload")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     COMMITMENT_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
-    MORE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     commitment: str
     users: _containers.RepeatedScalarFieldContainer[int]
     sealed: bytes
-    more: bool
     count: int
     step: int
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., commitment: _Optional[str] = ..., users: _Optional[_Iterable[int]] = ..., sealed: _Optional[bytes] = ..., more: _Optional[bool] = ..., count: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    length: int
+    start: int
+    upload: int
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., commitment: _Optional[str] = ..., users: _Optional[_Iterable[int]] = ..., sealed: _Optional[bytes] = ..., count: _Optional[int] = ..., step: _Optional[int] = ..., length: _Optional[int] = ..., start: _Optional[int] = ..., upload: _Optional[int] = ...) -> None: ...
 
 class AgreeRequest(_message.Message):
     __slots__ = ("run_id", "round", "commitment")

@@ -31,20 +31,16 @@ FIRST_BYTES_OF_TLS = b"\x16\x03\x01\x02\x00"
 
 
 @pytest.mark.slow
-def test_too_many_open_files_are_no_full_disk():
-    with ShufflerProcess(start_timeout=LIMIT) as process:
-        world = World(process)
-        world.control.create_run("run", plan(), 64)
-        _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (1, hard))
-        with pytest.raises(
-            ShufflerRefused, match="the shuffler has too many files open"
-        ) as refused:
-            world.control.open_round("run", 1, "m", world.public_key)
-        assert refused.value.reason is Refusal.STORAGE_FAILED
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (hard, hard))
+def test_too_many_open_files_are_no_full_disk(start):
+    world = start()
+    world.control.create_run("run", plan(), 64)
+    _, hard = resource.prlimit(world.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(world.process.pid, resource.RLIMIT_NOFILE, (1, hard))
+    with pytest.raises(ShufflerRefused, match="the shuffler has too many files open") as refused:
         world.control.open_round("run", 1, "m", world.public_key)
-        world.close()
+    assert refused.value.reason is Refusal.STORAGE_FAILED
+    resource.prlimit(world.process.pid, resource.RLIMIT_NOFILE, (hard, hard))
+    world.control.open_round("run", 1, "m", world.public_key)
 
 
 @pytest.fixture

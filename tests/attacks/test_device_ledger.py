@@ -263,34 +263,27 @@ def test_a_ledger_of_an_older_plan_format_still_counts(tmp_path):
     assert [run.offered for run in SimulatedLedger(path).offered()] == [2]
 
 
+NO_BLANKETS = PLAN.replace(shuffler_blankets=0.0, accountant="theorem3")
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "plan", "message"),
     [
-        ({"least_noise": 1.5}, "noise multipliers of at least 1.5, the plan has 1"),
-        ({"most_check_in_rate": 0.1}, "check-in rates of at most 0.1, the plan has 0.5"),
-        ({"plans": ("0" * 64,)}, "has not accepted the plan"),
-        ({"most_epsilon": 1e-6}, "accepts epsilon up to 1e-06 over all runs, with this one"),
+        ({"least_noise": 1.5}, PLAN, "noise multipliers of at least 1.5, the plan has 1"),
+        ({"most_check_in_rate": 0.1}, PLAN, "check-in rates of at most 0.1, the plan has 0.5"),
+        ({"plans": ("0" * 64,)}, PLAN, "has not accepted the plan"),
+        ({"most_epsilon": 1e-6}, PLAN, "accepts epsilon up to 1e-06 over all runs, with this one"),
+        # The owner counts on nobody but the shuffler, and this plan has no blankets.
+        ({}, NO_BLANKETS, "the device's owner counts otherwise: accountant of"),
     ],
 )
-def test_what_the_owner_does_not_accept_is_refused_and_not_entered(tmp_path, changes, message):
+def test_what_the_owner_does_not_accept_is_refused_and_not_entered(
+    tmp_path, changes, plan, message
+):
     ledger = DeviceLedger(tmp_path / "device.db", limits(**changes))
     with pytest.raises(RoundRefused, match=message):
-        ledger.offer(header(1), PLAN, 20)
-    assert ledger.offered() == []
-
-
-def test_a_plan_without_an_epsilon_for_the_owner_is_refused(tmp_path):
-    """The owner counts on nobody but the shuffler, and this plan has no blankets."""
-    plan = PLAN.replace(shuffler_blankets=0.0, accountant="theorem3")
-    ledger = DeviceLedger(tmp_path / "device.db", limits())
-    with pytest.raises(RoundRefused, match="the device's owner counts otherwise: accountant of"):
         ledger.offer(header(1, plan=plan), plan, 20)
-
-
-def test_the_owners_plans_are_accepted(tmp_path):
-    ledger = DeviceLedger(tmp_path / "device.db", limits(plans=(PLAN.digest(),)))
-    ledger.offer(header(1), PLAN, 20)
-    assert [(run.run_id, run.plan, run.offered) for run in ledger.offered()] == [("run", PLAN, 1)]
+    assert ledger.offered() == []
 
 
 OFFERS = """
@@ -414,7 +407,8 @@ def test_an_owners_file_names_ledger_and_limits(tmp_path):
     ledger = load_device(path)
     assert ledger.limits == limits(most_epsilon=5.0, least_noise=0.5, plans=(PLAN.digest(),))
     ledger.offer(header(1), PLAN, 20)
-    assert (tmp_path / "device.db").exists()
+    (run,) = SimulatedLedger(tmp_path / "device.db").offered()
+    assert (run.run_id, run.plan, run.offered) == ("run", PLAN, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from rounds import make_plan
-from shuffler_world import ShufflerHere, World
 from shufl.server import Mean, aggregate_reports
 from shufl.server.aggregate import SpoiledBatch
 from shufl.shuffler import RoundHeader, ShufflerError, generate_key_pair, key_digest
@@ -14,15 +13,13 @@ from shufl.shuffler.wire import shuffler_pb2
 
 
 @pytest.fixture
-def closed():
-    """A world whose round is closed, and its header."""
-    with ShufflerHere() as shuffler:
-        world = World(shuffler)
-        header = world.begin("run")
-        world.submit(header, world.reports(header, 3))
-        world.control.close_round("run", 1)
-        yield world
-        world.close()
+def closed(here):
+    """A world whose round is closed."""
+    world = here()
+    header = world.begin("run")
+    world.submit(header, world.reports(header, 3))
+    world.control.close_round("run", 1)
+    return world
 
 
 @pytest.mark.parametrize(
@@ -46,17 +43,15 @@ def test_a_release_of_what_is_no_report_ends(closed, monkeypatch, chunk, why):
         next(closed.control.release("run", 1))
 
 
-def test_an_outcome_that_no_shuffler_knows_is_an_error_of_the_shufflers(monkeypatch):
+def test_an_outcome_that_no_shuffler_knows_is_an_error_of_the_shufflers(here, monkeypatch):
     async def close(self, request, caller, context):
         return shuffler_pb2.CloseRoundReply(outcome=99)
 
     monkeypatch.setattr(ControlService, "CloseRound", close)
-    with ShufflerHere() as shuffler:
-        world = World(shuffler)
-        world.begin("run")
-        with pytest.raises(ShufflerError, match="it says that the round ended as 99"):
-            world.control.close_round("run", 1)
-        world.close()
+    world = here()
+    world.begin("run")
+    with pytest.raises(ShufflerError, match="it says that the round ended as 99"):
+        world.control.close_round("run", 1)
 
 
 def test_no_more_reports_are_read_than_there_are_users_and_blankets():

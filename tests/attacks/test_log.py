@@ -15,7 +15,7 @@ from shuffler_world import World, raw_channel
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.service.log import LINES_PER_MINUTE
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.stub import Stub
+from shufl.shuffler.wire.connection import Stub
 
 CALLS = 5 * LINES_PER_MINUTE
 REFUSED = "call without the right credential refused"

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 
-from shuffler_world import ShufflerHere, World
 from shufl.protocol import hash_chain
 from shufl.protocol.text import logs_to
 from shufl.server.broadcast import _reason
@@ -58,12 +57,10 @@ def test_a_node_cannot_make_the_servers_log_long():
     assert len(_reason("m " * 10**7)) <= 300
 
 
-def test_a_run_of_any_name_is_one_line_of_ascii_in_the_shufflers_log(tmp_path):
+def test_a_run_of_any_name_is_one_line_of_ascii_in_the_shufflers_log(here, tmp_path):
     name = HOSTILE.replace("\ud800", "")  # which is no text that gRPC sends
-    with ShufflerHere(log_file=tmp_path / "log") as shuffler:
-        world = World(shuffler)
-        world.begin(run_id=name)
-        world.close()
+    world = here(log_file=tmp_path / "log")
+    world.begin(run_id=name)
     content = (tmp_path / "log").read_bytes()
     assert all(byte == 10 or 32 <= byte < 127 for byte in content)
     lines = [json.loads(line) for line in content.split(b"\n")[:-1]]

@@ -9,16 +9,15 @@ import grpc
 import pytest
 
 from run_world import LIMIT, peak_bytes, wait_until
-from shuffler_world import ShufflerHere, Silence, World, pass_days, raw_channel
+from shuffler_world import Silence, World, pass_days, raw_channel
 from shufl.shuffler import ControlClient, Refusal, ShufflerProcess, Verdict
 from shufl.shuffler.callers import Role
+from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Authority, Credentials
-from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
-from shufl.shuffler.wire.stub import Stub
 
 CALLS, CHANNELS = 2000, 10
-LIMITS = {"calls_per_sender": 32, "streams_per_sender": 4}
+LIMITS = {"calls": Limits().calls, "calls_per_sender": Limits().calls_per_sender}
 BYTES = 20_000
 """So much memory a call takes where each is kept; half of it would be too much."""
 
@@ -77,58 +76,59 @@ def test_thousands_of_calls_of_one_node_keep_nobody_out_and_take_no_memory(attac
     assert peak_bytes(world.process.pid) - before < CALLS * BYTES / 2
 
 
-def test_calls_of_one_credential_are_limited_and_another_s_are_not():
+def test_calls_of_one_credential_are_limited_and_another_s_are_not(here):
     authority, check = Authority.create(), "/grpc.health.v1.Health/Check"
     many, one = (authority.issue(Role.MONITOR, name) for name in ("many", "one"))
-    with ShufflerHere(authority=authority, limits={"calls_per_sender": 2}) as shuffler:
-        world, quiet = World(shuffler), Silence()
-        with raw_channel(world, many) as channel, raw_channel(world, one) as other:
-            calls = [channel.stream_stream(check)(iter(quiet)) for _ in range(2)]
-            assert other.unary_unary(check)(b"", timeout=LIMIT)
+    world = here(authority=authority, limits={"calls_per_sender": 2})
+    quiet = Silence()
+    with raw_channel(world, many) as channel, raw_channel(world, one) as other:
+        calls = [channel.stream_stream(check)(iter(quiet)) for _ in range(2)]
+        assert other.unary_unary(check)(b"", timeout=LIMIT)
 
-            def refusal() -> str:
-                with raw_channel(world, many) as another:
-                    try:
-                        another.unary_unary(check)(b"", timeout=LIMIT)
-                    except grpc.RpcError as error:
-                        return error.details()
-                return ""
+        def refusal() -> str:
+            with raw_channel(world, many) as another:
+                try:
+                    another.unary_unary(check)(b"", timeout=LIMIT)
+                except grpc.RpcError as error:
+                    return error.details()
+            return ""
 
-            wait_until(refusal, LIMIT, "both calls to arrive")
-            assert refusal() == f"{Refusal.BUSY}: too many calls at once"
-            quiet.let_go.set()
-            for call in calls:
-                call.cancel()
-        world.close()
+        wait_until(refusal, LIMIT, "both calls to arrive")
+        assert refusal() == f"{Refusal.BUSY}: too many calls at once"
+        quiet.let_go.set()
+        for call in calls:
+            call.cancel()
 
 
 @pytest.mark.slow
 def test_calls_that_are_open_when_their_certificate_expires_are_ended(
+    here,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A stream that says nothing, and a release that is not read."""
+    """A call that says nothing, and a release that is not read."""
     authority = Authority.create()
-    with ShufflerHere(authority=authority) as shuffler:
-        world = World(shuffler)
-        header = world.begin(report_bytes=2**20, users=40)
-        world.submit(header, [(user, bytes(2**20)) for user in range(40)])
-        node = authority.issue(Role.NODE, "node", users=1, days=1)
-        server = authority.issue(Role.SERVER, "server", days=1)  # the same name: the run's owner
-        quiet = Silence(shuffler_pb2.SubmitRequest(run_id="nobody", users=[0]))
-        with (
-            raw_channel(world, node) as channel,
-            ControlClient(shuffler.address, server) as control,
-        ):
-            answers = Stub("Intake", channel).Submit(iter(quiet), timeout=LIMIT)
-            assert len(next(answers).verdicts) == 1
-            control.close_round("run", 1)
-            release = control.release("run", 1)
-            next(release)
-            pass_days(monkeypatch, 1)
-            with pytest.raises(grpc.RpcError) as ended:
-                next(answers)
-            assert ended.value.details() == f"{Refusal.NOT_PERMITTED}: not with this certificate"
-            quiet.let_go.set()
-            with pytest.raises(Exception, match="not with this certificate"):
-                list(release)
-        world.close()
+    world = here(authority=authority)
+    header = world.begin(report_bytes=2**20, users=40)
+    world.submit(header, [(user, bytes(2**20)) for user in range(40)])
+    node = authority.issue(Role.NODE, "node", users=1, days=1)
+    server = authority.issue(Role.SERVER, "server", days=1)  # the same name: the run's owner
+    quiet = Silence()
+    with (
+        raw_channel(world, node) as channel,
+        ControlClient(world.process.address, server) as control,
+    ):
+        answers = channel.stream_stream("/shufl.v1.Intake/Submit")(iter(quiet), timeout=LIMIT)
+        callers = world.process._server._gate.permitted._callers
+        wait_until(
+            lambda: "node" in [each.name for each in list(callers.values())], LIMIT, "a call"
+        )
+        control.close_round("run", 1)
+        release = control.release("run", 1)
+        next(release)
+        pass_days(monkeypatch, 1)
+        with pytest.raises(grpc.RpcError) as ended:
+            next(answers)
+        assert ended.value.details() == f"{Refusal.NOT_PERMITTED}: not with this certificate"
+        quiet.let_go.set()
+        with pytest.raises(Exception, match="not with this certificate"):
+            list(release)

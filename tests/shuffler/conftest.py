@@ -7,15 +7,19 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from run_world import LIMIT
-from shuffler_world import Ended, ShufflerHere, World, restored_log, tls_section
+from shuffler_world import (  # noqa: F401
+    Ended,
+    here,
+    restored_log,
+    shared,
+    start,
+    tls_section,
+)
 from shufl.cli.__main__ import main
-from shufl.shuffler import ShufflerProcess
 from tiny_disk import in_memory, tiny_disk_at
 
 
@@ -27,40 +31,6 @@ def temporary_directories_in_memory() -> Iterator[None]:
         tempfile.tempdir = str(memory)
     yield
     tempfile.tempdir = before
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., World]]:
-    """Starts shufflers, which are processes; all of them are gone after the test."""
-    yield from _starter(ShufflerProcess)
-
-
-@pytest.fixture
-def here() -> Iterator[Callable[..., World]]:
-    """Starts shufflers in this process; all of them are gone after the test."""
-    yield from _starter(ShufflerHere)
-
-
-def _starter(kind: type[ShufflerProcess]) -> Iterator[Callable[..., World]]:
-    with ExitStack() as stack:
-
-        def starter(directory: Path | None = None, **options: object) -> World:
-            options = {"start_timeout": LIMIT} | options
-            process = kind(directory, **options)  # type: ignore[arg-type]
-            world = World(stack.enter_context(process))
-            stack.callback(world.close)
-            return world
-
-        yield starter
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[World]:
-    """One shuffler for the tests of a module that do not hurt it; use a run id of your own."""
-    with ShufflerHere() as shuffler:
-        world = World(shuffler)
-        yield world
-        world.close()
 
 
 @pytest.fixture

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +20,10 @@ from scipy.stats import chisquare, spearmanr
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import PUBLIC_KEY, only, plan
+from shuffler_world import PUBLIC_KEY, only, plan, refusal
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shufl.shuffler.store.batch import Batch, Slot
+from shufl.shuffler.store import batch as module
+from shufl.shuffler.store.batch import Batch, Piece
 from shufl.shuffler.store.runs import RunStore
 from tiny_disk import fill
 
@@ -28,8 +32,22 @@ FALSE_ALARM = 1e-6
 ORDERS = list(itertools.permutations(range(5)))
 
 
-def batch(place: Path, length: int, users: int, spare: int = 0) -> Batch:
-    return Batch(place, length, users, users + spare, allocate=False)
+def batch(place: Path, length: int, users: int, own: int = 0, uploads: int = 0) -> Batch:
+    return Batch(place, length, users, users + own + uploads, uploads, allocate=False)
+
+
+@pytest.fixture
+def pieces_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many bytes a piece of a long report has: a multiple of 16, as the real one is."""
+    return lambda length: monkeypatch.setattr(module, "PIECE_BYTES", length)
+
+
+def add_piece(
+    of: Batch, user: int, content: bytes, start: int, upload: int = 0, sender: str = "node"
+) -> Verdict | None:
+    """Adds one piece of a user's report."""
+    piece = content[start : start + module.PIECE_BYTES]
+    return of.add(sender, only(user), 500, piece, Piece(upload, start, len(content)))
 
 
 def read(full: Batch, limit: int = 2**20) -> list[bytes]:
@@ -48,15 +66,6 @@ def read(full: Batch, limit: int = 2**20) -> list[bytes]:
     return reports
 
 
-def reserved(of: Batch, user: int, *pieces: bytes) -> Slot:
-    """A slot with what was written of a user's report."""
-    slot = of.reserve("node", only(user))
-    assert isinstance(slot, Slot)
-    for piece in pieces:
-        slot.append([piece])
-    return slot
-
-
 def on_disk(of: Batch) -> bytes:
     """The batch's file as the file system has it."""
     return Path(f"/proc/self/fd/{of._descriptor}").read_bytes()
@@ -67,22 +76,25 @@ def p_value(counts: Counter, cells: list) -> float:
     return chisquare([counts[cell] for cell in cells]).pvalue
 
 
-def test_all_orders_of_five_reports_are_equally_likely(memory_path):
-    """Three reports, one in pieces, and a blanket: beside one given up, and blankets thrown away.
+def test_all_orders_of_five_reports_are_equally_likely(memory_path, pieces_of):
+    """Two reports, two in pieces, and a blanket: beside one given up, and blankets thrown away.
 
     Their slots go to those that come later.
     """
+    pieces_of(16)
     orders: Counter = Counter()
+    zero, one, two, three, four = (bytes([number]) * 32 for number in range(5))
     for _ in range(1800):
-        five = batch(memory_path, 1, 4, spare=2)
-        assert five.add("node", only(0), 9, b"\0") is Verdict.ACCEPTED
-        kept, lost = reserved(five, 3, b"\3"), reserved(five, 7, b"x")
-        assert five.add_own(b"y", keep=False)
-        assert five.add("node", only(1), 9, b"\1") is Verdict.ACCEPTED
-        lost.give_up()
-        assert five.add_own(b"\4", keep=True)
-        assert five.add("node", only(2), 9, b"\2") is Verdict.ACCEPTED
-        assert five.add("node", only(3), 9, kept) is Verdict.ACCEPTED
+        five = batch(memory_path, 32, 4, own=1, uploads=2)
+        assert five.add("node", only(0), 9, zero) is Verdict.ACCEPTED
+        assert add_piece(five, 7, bytes(32), 0, upload=1) is None
+        assert add_piece(five, 3, three, 16, upload=2) is None
+        assert five.add_own(bytes(32), keep=False)
+        assert five.add("node", only(1), 9, one) is Verdict.ACCEPTED
+        assert add_piece(five, 2, two, 0, sender="b") is None  # the first one's is given up
+        assert five.add_own(four, keep=True)
+        assert add_piece(five, 2, two, 16, sender="b") is Verdict.ACCEPTED
+        assert add_piece(five, 3, three, 0, upload=2) is Verdict.ACCEPTED
         orders[tuple(sealed[0] for sealed in read(five))] += 1
         five.close()
     assert p_value(orders, ORDERS) > FALSE_ALARM
@@ -113,15 +125,15 @@ def test_neighbours_on_arrival_are_not_neighbours_on_release(memory_path):
 
 
 def test_it_takes_one_report_of_a_user_of_one_length_and_as_many_as_there_are_users(memory_path):
-    some = batch(memory_path, 1, 3)
+    some = batch(memory_path, 1, 3, uploads=1)
     sent = [("a", 0, b"1"), ("a", 0, b"2"), ("b", 0, b"33"), ("b", 0, b""), ("b", 0, b"3")]
     verdicts = [some.add(sender, only(user), 9, content) for sender, user, content in sent]
     wrong = Verdict.WRONG_LENGTH
     assert verdicts == [Verdict.ACCEPTED, Verdict.DUPLICATE, wrong, wrong, Verdict.ACCEPTED]
-    assert some.reserve("b", only(0)) is Verdict.DUPLICATE
+    assert add_piece(some, 0, b"3", 0, sender="b") is Verdict.DUPLICATE
     assert some.add("b", only(8), 9, b"4") is Verdict.ACCEPTED
     assert some.add("c", only(0), 9, b"5") is Verdict.ROUND_FULL
-    assert some.reserve("c", only(0)) is Verdict.ROUND_FULL
+    assert add_piece(some, 0, b"5", 0, sender="c") is Verdict.ROUND_FULL
     assert some.add("a", only(0), 9, b"6") is Verdict.DUPLICATE
     assert sorted(read(some)) == [b"1", b"3", b"4"]
     some.close()
@@ -137,23 +149,24 @@ def test_a_credential_renewed_for_more_users_goes_on_with_its_round(memory_path)
     some.close()
 
 
-def test_an_ended_batch_takes_nothing_more_and_a_destroyed_one_gives_nothing(memory_path):
-    some = batch(memory_path, 2, 9)
-    assert some.add("a", only(0), 9, b"11") is Verdict.ACCEPTED
-    late = reserved(some, 1, b"22")
+def test_an_ended_batch_takes_nothing_more_and_a_destroyed_one_gives_nothing(
+    memory_path, pieces_of
+):
+    pieces_of(16)
+    some, first = batch(memory_path, 32, 9, uploads=2), b"1" * 32
+    assert some.add("a", only(0), 9, first) is Verdict.ACCEPTED
+    assert add_piece(some, 1, bytes(32), 0) is None
     some.end()
-    assert some.add("a", only(2), 9, b"33") is Verdict.ROUND_NOT_OPEN
-    assert some.reserve("a", only(2)) is Verdict.ROUND_NOT_OPEN
-    assert some.add("node", only(1), 9, late) is Verdict.ROUND_NOT_OPEN
-    assert read(some) == [b"11"]
+    assert some.add("a", only(2), 9, bytes(32)) is Verdict.ROUND_NOT_OPEN
+    assert add_piece(some, 2, bytes(32), 0, upload=1) is Verdict.ROUND_NOT_OPEN
+    assert add_piece(some, 1, bytes(32), 16) is Verdict.ROUND_NOT_OPEN
+    assert read(some) == [first]
     reading = some.chunks(1)
     assert next(reading) == ([b"1"], True)
     some.close()
     some.close()
     for rest in (reading, some.chunks(2**20)):
-        with pytest.raises(ShufflerRefused) as refused:
-            list(rest)
-        assert refused.value.reason is Refusal.DISCARDED
+        assert refusal(list, rest) is Refusal.DISCARDED
     assert not some.add_own(b"44", keep=True)
 
 
@@ -170,63 +183,119 @@ def test_a_batch_is_read_again_as_it_was(memory_path, limit: int):
     some.close()
 
 
-def test_reports_in_pieces_are_whole_or_have_the_wrong_length(memory_path):
-    some = batch(memory_path, 5000, 9)
-    content = os.urandom(5000)
-    ones = [content[place : place + 1] for place in range(5000)]
-    many = reserved(some, 0)
-    assert many.append(ones[:2500])  # more than the system takes in one call
-    assert many.verdict is Verdict.WRONG_LENGTH
-    assert many.append(ones[2500:])
-    assert some.add("node", only(0), 9, many) is Verdict.ACCEPTED
-    short = reserved(some, 1, content[:-1])
-    assert some.add("node", only(1), 9, short) is Verdict.WRONG_LENGTH
-    long = reserved(some, 1, content)
-    assert not long.append([b"x"])
-    assert some.add("node", only(1), 9, long) is Verdict.WRONG_LENGTH
-    two = [reserved(some, 1, content), reserved(some, 1, content)]
-    verdicts = [some.add("node", only(1), 9, slot) for slot in two]
-    assert verdicts == [Verdict.ACCEPTED, Verdict.DUPLICATE]
-    assert read(some, 5000) == [content, content]
+def test_pieces_come_in_any_order_and_more_than_once(memory_path, pieces_of):
+    pieces_of(16)
+    some, content = batch(memory_path, 5000, 9, uploads=2), os.urandom(5000)
+    starts = [*range(0, 5000, 16)] * 2
+    random.Random(1).shuffle(starts)
+    last = max(starts.index(start) for start in set(starts))  # by then each has come once
+    for start in starts[:last]:
+        assert add_piece(some, 0, content, start) is None
+    assert add_piece(some, 1, bytes(5000), 0, upload=1) is None  # another report, which breaks off
+    assert add_piece(some, 0, content, starts[last]) is Verdict.ACCEPTED
+    for start in starts[last:]:
+        assert add_piece(some, 0, content, start) is Verdict.DUPLICATE
+    assert (some.senders, some.count) == (1, 1)
+    assert read(some, 5000) == [content]
     some.close()
 
 
-def test_a_slot_given_up_is_used_again_and_nothing_of_it_is_released(memory_path):
+def test_what_is_no_piece_of_a_report_is_refused_and_written_nowhere(memory_path, pieces_of):
+    pieces_of(16)
+    some, content = batch(memory_path, 40, 3, uploads=3), os.urandom(40)
+    wrong = Verdict.WRONG_LENGTH
+    for upload, (start, length, piece) in enumerate(
+        [
+            *((0, 39, 16), (0, 41, 16), (0, 40, 15), (0, 40, 17), (32, 40, 9), (0, 40, 0)),
+            *((8, 40, 16), (17, 40, 16), (40, 40, 0), (64, 40, 16)),  # where no piece begins
+        ]
+    ):
+        verdict = some.add("node", only(0), 9, bytes(piece), Piece(upload, start, length))
+        assert verdict is wrong, (start, length, piece)
+    assert not some._uploads
+    for start in (0, 16, 32):
+        verdict = add_piece(some, 0, content, start, upload=9)
+    assert verdict is Verdict.ACCEPTED
+    assert add_piece(some, 1, content, 0) is None
+    assert some.add("node", only(1), 9, b"", Piece(0, 16, 40)) is wrong  # which gives it up
+    assert [add_piece(some, 1, content, start) for start in (16, 32)] == [None, None]
+    assert read(some) == [content]
+    some.close()
+
+
+def test_of_too_many_long_reports_those_go_that_are_idle_or_of_whoever_has_most(
+    memory_path, pieces_of, monkeypatch
+):
+    pieces_of(16)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    some = batch(memory_path, 32, 9, uploads=4)
+
+    def begin(sender: str, upload: int, start: int = 0) -> Verdict | None:
+        clock.now += 1.0
+        return add_piece(some, upload, bytes(32), start, upload, sender)
+
+    def on_their_way() -> set[tuple[str, int]]:
+        return set(some._uploads)
+
+    greedy = [("greedy", upload) for upload in range(4)]
+    assert [begin(*each) for each in greedy] == [None] * 4
+    assert refusal(begin, "greedy", 4) is Refusal.BUSY  # nobody's give way to their own
+    assert begin("honest", 0) is None
+    assert on_their_way() == {*greedy[1:], ("honest", 0)}
+    assert begin("another", 0) is None
+    assert on_their_way() == {*greedy[2:], ("honest", 0), ("another", 0)}
+    with pytest.raises(ShufflerRefused):  # all have one or two, as this one would
+        begin("honest", 1)
+    for _ in range(30):  # a piece that was there already is no progress
+        assert begin(*greedy[2]) is None
+    assert begin("honest", 1) is None
+    assert on_their_way() == {greedy[3], ("honest", 0), ("another", 0), ("honest", 1)}
+    assert begin("honest", 1, start=16) is Verdict.ACCEPTED
+    assert begin("greedy", 3, start=16) is Verdict.ACCEPTED
+    assert on_their_way() == {("honest", 0), ("another", 0)}
+    some.close()
+
+
+def test_a_slot_given_up_is_used_again_and_nothing_of_it_is_released(
+    memory_path, pieces_of, monkeypatch
+):
     """Of one slot alone: so each report has the one that was given up."""
-    one = batch(memory_path, 4, 1)
-    for _ in range(3):
-        lost = reserved(one, 0, b"LO", b"S")
-        assert one.reserve("node", only(1)) is Verdict.ROUND_FULL
-        assert one.add("node", only(1), 9, b"full") is Verdict.ROUND_FULL
-        lost.give_up()
-    assert one.add_own(b"GONE", keep=False)
-    assert one.add("node", only(0), 9, reserved(one, 0, b"LO")) is Verdict.WRONG_LENGTH
-    last = reserved(one, 1, b"ke", b"pt")
-    assert one.add("node", only(1), 9, last) is Verdict.ACCEPTED  # the last there is, and it has it
-    assert read(one) == [b"kept"]
+    pieces_of(16)
+    monkeypatch.setattr(module, "_IDLE_SECONDS", -1.0)
+    one, kept = Batch(memory_path, 32, 1, 1, 1, allocate=False), b"kept" * 8
+    for upload in range(3):
+        assert add_piece(one, 0, bytes(32), 0, upload) is None
+    assert one.add("node", only(1), 9, kept) is Verdict.STORAGE_FULL
+    assert one.add("node", only(0), 9, b"L", Piece(2, 16, 32)) is Verdict.WRONG_LENGTH
+    assert one.add_own(bytes(32), keep=False)
+    assert add_piece(one, 1, kept, 16, upload=9) is None
+    assert add_piece(one, 1, kept, 0, upload=9) is Verdict.ACCEPTED  # the last, and it has it
+    assert read(one) == [kept]
     one.close()
 
 
-def test_its_file_has_no_name_and_no_bytes_come_twice(memory_path):
+def test_its_file_has_no_name_and_no_bytes_come_twice(memory_path, pieces_of, monkeypatch):
     """Reports of zeros: on disk is what encrypts them, which no two reports may share."""
+    pieces_of(32)
+    monkeypatch.setattr(module, "_IDLE_SECONDS", -1.0)
     place = memory_path / "directory"
     place.mkdir()
-    some = batch(place, 64, 3)
+    some = Batch(place, 64, 3, 3, 1, allocate=False)
     assert not list(place.iterdir())
     blocks: Counter[bytes] = Counter()
     for user in (0, 1):
         some.add("node", only(user), 9, bytes(64))
     before = b""
-    for _ in range(50):
-        slot = reserved(some, 2, bytes(30), bytes(34))  # always the one that is free
+    for upload in range(50):  # always in the slot that is free
+        assert add_piece(some, 2, bytes(64), 32 * (upload % 2), upload) is None
         now = on_disk(some)
         changed = [at for at in range(0, 192, 16) if now[at : at + 16] != before[at : at + 16]]
-        assert len(changed) == (4 if before else 12)
+        assert len(changed) == (2 if before else 12)
         blocks.update(now[at : at + 16] for at in changed)
         before = now
-        slot.give_up()
+    assert blocks.pop(bytes(16)) == 2  # of the piece that had not come at first
     assert set(blocks.values()) == {1}
-    assert bytes(16) not in blocks
     assert read(some) == [bytes(64)] * 2
     some.close()
 
@@ -254,24 +323,21 @@ def test_no_report_is_on_disk_and_the_directory_is_private(tmp_path):
     store.close()
 
 
-def test_many_threads_lose_and_double_nothing(memory_path):
-    """Each user's report from three threads at once, short or in pieces, with blankets between."""
-    some = batch(memory_path, 8, 500, spare=60)
+def test_many_threads_lose_and_double_nothing(memory_path, pieces_of):
+    """Each user's report from four threads at once, short or in pieces, with blankets between."""
+    pieces_of(16)
+    some = batch(memory_path, 40, 500, own=51, uploads=2)
     together = threading.Barrier(6)
 
     def submit(thread: int) -> Counter:
         together.wait(LIMIT)
         verdicts = Counter()
         for user in range(500):
-            content = bytes([thread]) + user.to_bytes(7, "big")
+            content = bytes([thread]) + user.to_bytes(39, "big")
             if thread % 2:
-                slot = some.reserve("node", only(user))
-                if isinstance(slot, Slot):
-                    slot.append([content[:3]])
-                    slot.append([content[3:]])
-                    verdicts[some.add("node", only(user), 500, slot)] += 1
-                else:
-                    verdicts[slot] += 1
+                upload, starts = 1000 * thread + user, (0, 16, 32)
+                found = (add_piece(some, user, content, start, upload) for start in starts)
+                verdicts[next(verdict for verdict in found if verdict is not None)] += 1
             else:
                 verdicts[some.add("node", only(user), 500, content)] += 1
         return verdicts
@@ -279,7 +345,7 @@ def test_many_threads_lose_and_double_nothing(memory_path):
     def make(keep: bool) -> Counter:
         together.wait(LIMIT)
         for number in range(50):
-            assert some.add_own(b"\xff" + number.to_bytes(7, "big"), keep=keep)
+            assert some.add_own(b"\xff" + number.to_bytes(39, "big"), keep=keep)
         return Counter()
 
     with ThreadPoolExecutor(6) as threads:
@@ -289,7 +355,7 @@ def test_many_threads_lose_and_double_nothing(memory_path):
             maker.result()
     assert found == {Verdict.ACCEPTED: 500, Verdict.DUPLICATE: 1500}
     released = Counter(sealed[1:] for sealed in read(some) if sealed[0] != 0xFF)
-    assert released == Counter(user.to_bytes(7, "big") for user in range(500))
+    assert released == Counter(user.to_bytes(39, "big") for user in range(500))
     assert (some.senders, some.count) == (500, 550)
     some.close()
 
@@ -298,9 +364,7 @@ def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk: Path):
     store = RunStore(tiny_disk / "directory")
     store.create_run("large", plan(1000), 20_000)
     for _ in range(2):
-        with pytest.raises(ShufflerRefused) as refused:
-            store.open_round("large", 1, "model", PUBLIC_KEY)
-        assert refused.value.reason is Refusal.STORAGE_FULL
+        assert refusal(store.open_round, "large", 1, "model", PUBLIC_KEY) is Refusal.STORAGE_FULL
     store.create_run("small", plan(40), 20_000)  # all but what the record may need
     store.open_round("small", 1, "model", PUBLIC_KEY)
     events = [line.partition('"event":"')[2].partition('"')[0] for line in store.record(0)]
@@ -312,19 +376,18 @@ def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk: Path):
     store.close()
 
 
-def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk: Path):
+def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk: Path, pieces_of):
     """A simulation's: and the reports that are in it stay."""
-    store = RunStore(tiny_disk / "directory", durable=False)
+    pieces_of(10_000)
+    store = RunStore(tiny_disk / "directory", durable=False, uploads=1)
     store.create_run("run", plan(1000), 20_000)
     store.open_round("run", 1, "model", PUBLIC_KEY)
     reports = [shuffler_world.report(store, user, bytes([user]) * 20_000) for user in range(20)]
     assert store.batches.accept(reports[0]) is Verdict.ACCEPTED
     filler = fill(tiny_disk)
     assert {store.batches.accept(report) for report in reports[1:]} == {Verdict.STORAGE_FULL}
-    slot = store.batches.begin(reports[1])
-    assert isinstance(slot, Slot)
-    assert not slot.append([bytes(20_000)])
-    assert store.batches.accept(reports[1], slot) is Verdict.STORAGE_FULL
+    piece = dataclasses.replace(reports[1], sealed=bytes(10_000), piece=Piece(1, 0, 20_000))
+    assert store.batches.accept(piece) is Verdict.STORAGE_FULL
     with pytest.raises(ShufflerRefused) as refused:
         store.create_run("another run", plan() + b" " * 60_000, 20_000)
     assert refused.value.reason is Refusal.STORAGE_FULL

@@ -22,7 +22,7 @@ from scipy import stats
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import World, logged, raw_channel
+from shuffler_world import World, logged, raw_channel, refusal
 from shufl.protocol.mechanisms import (
     GaussianMechanism,
     SeededRandomness,
@@ -46,7 +46,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.stub import Stub
+from shufl.shuffler.wire.connection import Stub
 from tiny_disk import fill
 
 DIMENSION = 40
@@ -346,9 +346,7 @@ def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(tiny_disk: 
     store.create_run("run", plan(users=10, expected=3.0), length)
     store.open_round("run", 1, "model", key)
     filler = fill(tiny_disk)
-    with pytest.raises(ShufflerRefused) as refused:
-        made(store, 1)
-    assert refused.value.reason is Refusal.STORAGE_FULL
+    assert refusal(made, store, 1) is Refusal.STORAGE_FULL
     filler.unlink()
     made(store, 1)
     assert store.close_round("run", 1).outcome is Outcome.RELEASABLE

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
-import random
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,11 +13,12 @@ import grpc
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import World, in_release, raw_channel, wait_for_streams
+from shuffler_world import World, in_release, raw_channel
 from shufl.shuffler import (
     IntakeClient,
     Outcome,
     Refusal,
+    ShufflerError,
     ShufflerUnavailable,
     Verdict,
 )
@@ -31,88 +27,65 @@ from shufl.shuffler.keys import Authority
 from shufl.shuffler.service import server
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.stub import Stub
+from shufl.shuffler.wire.connection import Stub
 
 IDLE = 0.2
 
 
-def slowly(world: World, reports: list[tuple[int, bytes]], slow: set[int]):
-    """Some come when the shuffler has ended the stream of those before."""
-    for user, sealed in reports:
-        if user in slow:
-            wait_for_streams(world.process, 0)
-        yield user, sealed
-
-
-@pytest.mark.parametrize("length", [100, PIECE_BYTES + 1])
-def test_a_node_that_is_slower_than_the_idle_limit_gets_all_its_reports_in(
-    here: Callable[..., World], length: int
+@pytest.mark.parametrize(("length", "known"), [(100, 1), (PIECE_BYTES + 1, 4)])
+def test_a_report_is_sent_before_the_next_is_made(
+    here: Callable[..., World], length: int, known: int
 ):
+    """However long that takes. A short one may wait for the next while calls are under way."""
     world = here(limits={"idle_seconds": IDLE})
-    header = world.begin(report_bytes=length, users=7)
-    reports = [(user, os.urandom(length)) for user in range(7)]
-    assert world.submit(header, slowly(world, reports, {0, 2, 3, 6})) == [Verdict.ACCEPTED] * 7
+    header = world.begin(report_bytes=length, users=4)
+    sent = [os.urandom(length) for _ in range(4)]
+
+    def reports() -> Iterator[tuple[int, bytes]]:
+        for user, sealed in enumerate(sent):
+            due = min(user, known)
+            wait_until(lambda: accepted(world) >= due, LIMIT, "the report before")  # noqa: B023
+            yield user, sealed
+
+    assert list(world.intake.submit(header, reports())) == [Verdict.ACCEPTED] * 4
+    assert ended(world) == 0
     assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
-    released = list(world.control.release("run", 1))
-    assert sorted(released) == sorted(sealed for _, sealed in reports)
+    assert sorted(world.control.release("run", 1)) == sorted(sent)
 
 
-@pytest.mark.slow
-def test_pauses_near_the_idle_limit_lose_and_repeat_nothing(here: Callable[..., World]):
-    """The shuffler ends a stream while a report is on its way: that one is sent again."""
-    world = here(limits={"idle_seconds": IDLE, "streams": 8, "streams_per_sender": 8})
-    header = world.begin(report_bytes=100)
+def accepted(world: World) -> float:
+    return world.process.scrape().get('shufl_reports_total{verdict="ACCEPTED"}', 0)
 
-    def paused(number: int) -> Iterator[tuple[int, bytes]]:
-        draw = random.Random(number)
-        for user in range(20 * number, 20 * number + 20):
-            if draw.random() < 0.2:
-                time.sleep(IDLE + draw.uniform(-0.01, 0.01))
-            yield user, os.urandom(100)
 
-    def node(number: int) -> list[Verdict]:
-        with IntakeClient(world.process.address, world.process.submit, LIMIT) as intake:
-            return list(intake.submit(header, paused(number)))
-
-    with ThreadPoolExecutor(8) as nodes:
-        assert list(nodes.map(node, range(8))) == [[Verdict.ACCEPTED] * 20] * 8
-    world.control.close_round("run", 1)
-    assert len(set(world.control.release("run", 1))) == 160
+def ended(world: World) -> float:
+    """How many calls the shuffler has ended because they said nothing."""
+    return world.process.scrape().get('shufl_refusals_total{reason="IDLE"}', 0)
 
 
 NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1)]
 
 
-def test_a_node_that_does_not_take_its_answers_is_ended_and_keeps_only_itself_out(
-    here: Callable[..., World],
-):
+def test_a_node_that_does_not_take_its_answers_keeps_only_itself_out(here: Callable[..., World]):
     authority = Authority.create()
-    limits = {"streams": 1, "streams_per_sender": 1, "idle_seconds": IDLE}
-    world = here(authority=authority, limits=limits)
+    world = here(authority=authority, limits={"calls_per_sender": 2})
     header = world.begin()
-    reports = world.reports(header, 2)
-    deaf = authority.issue(Role.NODE, "deaf", users=1)
-    stop = threading.Event()
-
-    def requests():
-        while not stop.wait(0.001):
-            yield shuffler_pb2.SubmitRequest(run_id="nobody", users=[0])
-
+    deaf = authority.issue(Role.NODE, "deaf", users=200)
+    users = range(200)  # so many that their verdicts do not fit
+    junk = shuffler_pb2.SubmitRequest(run_id="nobody", users=users, sealed=bytes(200))
     with raw_channel(world, deaf, NO_WINDOW) as channel:
-        call = Stub("Intake", channel).Submit(requests(), timeout=LIMIT)
-        wait_for_streams(world.process, 1)
-        wait_for_streams(world.process, 0)
-        assert world.submit(header, reports[:1]) == [Verdict.ACCEPTED]
+        submit = channel.stream_stream(
+            "/shufl.v1.Intake/Submit",
+            shuffler_pb2.SubmitRequest.SerializeToString,
+            shuffler_pb2.SubmitReply.FromString,
+        )
+        calls = [submit(iter([junk]), timeout=LIMIT) for _ in range(2)]
+        unknown = 'shufl_reports_total{verdict="UNKNOWN_RUN"}'
+        wait_until(lambda: world.process.scrape().get(unknown) == 400, LIMIT, "both calls")
         with raw_channel(world, deaf) as again, pytest.raises(grpc.RpcError) as refused:
-            list(Stub("Intake", again).Submit(iter([]), timeout=LIMIT))
+            Stub("Intake", again).Submit(junk, timeout=LIMIT)
         assert refused.value.details().startswith(Refusal.BUSY)
-        stop.set()
-        with pytest.raises(grpc.RpcError) as ended:
-            list(call)
-        assert ended.value.details() == "answers are not taken"
-    with IntakeClient(world.process.address, deaf, LIMIT) as again:
-        verdicts = list(again.submit(header, reports))  # once the end of the stream is noticed
-    assert verdicts == [Verdict.ACCEPTED, Verdict.BAD_SENDER]
+        assert world.submit(header, world.reports(header, 1)) == [Verdict.ACCEPTED]
+        assert [len(next(call).verdicts) for call in calls] == [200, 200]
 
 
 RELAY = """
@@ -159,18 +132,10 @@ def relay() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.stdout.close()
 
 
-def wait_for_ends(world: World, count: int, or_state: Callable[[], bool] = lambda: False) -> None:
-    """Waits until the shuffler has ended so many streams because they were idle."""
-    name = 'shufl_refusals_total{reason="IDLE"}'
-    wait_until(
-        lambda: world.process.scrape().get(name, 0) >= count or or_state(), LIMIT, "an idle stream"
-    )
-
-
 def test_a_report_that_stops_on_its_way_is_sent_again(here, relay):
-    """The stream that is ended has brought no verdict yet, as on a machine that stands still."""
-    world = here(limits={"idle_seconds": IDLE})
-    header = world.begin(report_bytes=8 * PIECE_BYTES, users=1)
+    """And what it holds meanwhile is given back, as where a machine stands still."""
+    world = here(limits={"idle_seconds": IDLE, "calls_per_sender": 1})
+    header = world.begin(report_bytes=8 * PIECE_BYTES, users=2)
     between = relay(world.process.address, 3 * PIECE_BYTES, 1)
     port = int(between.stdout.readline())
     sealed = os.urandom(8 * PIECE_BYTES)
@@ -179,71 +144,28 @@ def test_a_report_that_stops_on_its_way_is_sent_again(here, relay):
         ThreadPoolExecutor() as threads,
     ):
         sending = threads.submit(lambda: list(intake.submit(header, [(0, sealed)])))
-        wait_for_ends(world, 1)
+        wait_until(lambda: ended(world), LIMIT, "an idle call")
+        other = bytes(8 * PIECE_BYTES)
+        assert world.submit(header, [(1, other)]) == [Verdict.ACCEPTED]
         between.stdin.write(b"\n")
         assert sending.result(LIMIT) == [Verdict.ACCEPTED]
     assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
-    assert list(world.control.release("run", 1)) == [sealed]
+    assert sorted(world.control.release("run", 1)) == sorted([sealed, other])
 
 
 def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(here, relay):
-    """No stream lasts until the whole report has passed.
-
-    Whatever is left of a stream that has ended, each burst has a part of the next, but not all.
-    """
+    """Nothing of it passes any more, and a process in between stands still."""
     world = here(limits={"idle_seconds": IDLE})
-    header = world.begin(report_bytes=16 * PIECE_BYTES, users=1)
-    between = relay(world.process.address, 12 * PIECE_BYTES, math.inf)
+    header = world.begin(report_bytes=8 * PIECE_BYTES, users=1)
+    between = relay(world.process.address, 3 * PIECE_BYTES, 1)
     port = int(between.stdout.readline())
-    with (
-        IntakeClient(f"127.0.0.1:{port}", world.process.submit, timeout=2) as intake,
-        ThreadPoolExecutor() as threads,
-    ):
-        sealed = bytes(16 * PIECE_BYTES)
-        sending = threads.submit(lambda: list(intake.submit(header, [(0, sealed)])))
-        for ended in range(1, 1000):
-            wait_for_ends(world, ended, or_state=sending.done)
-            if sending.done():
-                break
-            between.stdin.write(b"\n")
-        assert sending.done()
-        with pytest.raises(ShufflerUnavailable, match=r"nothing within 2 s"):
-            sending.result(LIMIT)
-
-
-def test_a_node_that_vanishes_without_a_word_gives_its_stream_back(here, relay):
-    """Its connection stays open, and nothing passes: a process in between is stopped."""
-    world = here(limits={"streams": 1, "streams_per_sender": 1, "idle_seconds": IDLE})
-    header = world.begin(report_bytes=3 * PIECE_BYTES, users=2)
-    between = relay(world.process.address)
-    port = int(between.stdout.readline())
-    hold = threading.Event()
-
-    def reports():
-        yield 0, bytes(3 * PIECE_BYTES)
-        accepted = 'shufl_reports_total{verdict="ACCEPTED"}'
-        wait_until(lambda: world.process.scrape().get(accepted), LIMIT, "the first report")
-        os.kill(between.pid, signal.SIGSTOP)
-        os.waitpid(between.pid, os.WUNTRACED)  # until it has stopped: not a byte passes now
-        yield 1, bytes(3 * PIECE_BYTES)
-        hold.wait(LIMIT)
-
+    sealed = bytes(8 * PIECE_BYTES)
     with (
         IntakeClient(f"127.0.0.1:{port}", world.process.submit, timeout=0.5) as intake,
-        ThreadPoolExecutor() as threads,
+        pytest.raises(ShufflerError, match=r"IDLE|nothing within 0.5 s"),
     ):
-        lost = threads.submit(lambda: list(intake.submit(header, reports())))
-        wait_for_ends(world, 1)
-        wait_for_streams(world.process, 0)
-        later = [(user, bytes(3 * PIECE_BYTES)) for user in (0, 1)]
-        # Its stream is nobody's by now, but its credential's until the end of it is sent.
-        assert world.submit(header, later) == [Verdict.DUPLICATE, Verdict.ACCEPTED]
-        between.kill()
-        hold.set()
-        with pytest.raises(ShufflerUnavailable):
-            lost.result(LIMIT)
-    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
-    assert len(list(world.control.release("run", 1))) == 2
+        list(intake.submit(header, [(0, sealed)]))
+    assert intake.counts == {"LOST": 1}
 
 
 @pytest.mark.slow

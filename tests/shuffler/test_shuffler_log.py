@@ -7,49 +7,20 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import World, plan, tls_section
+from shuffler_world import World, listening, plan, shuffler_of, tls_section
 from shufl.shuffler import ControlClient
 from shufl.shuffler.callers import Role
 from shufl.shuffler.service.log import LINES_PER_MINUTE, Log
-from shufl.shuffler.wire.channel import READY
 
-ROOT = Path(__file__).parents[2]
 PLACES = 'directory = "directory"\nlog_file = "log"\n'
-
-
-@contextmanager
-def shuffler(config: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command with this configuration, which may not have been written yet."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "shufl.cli", "shuffler", "--config", str(config)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
-
-
-def listening(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    assert line.startswith(READY)
-    return line.removeprefix(READY).strip()
 
 
 def events(log: Path) -> list[str]:
@@ -72,7 +43,7 @@ def test_a_hail_of_sighup_from_its_start_to_its_end_does_not_kill(tmp_path: Path
     config = tmp_path / "shuffler.toml"
     os.mkfifo(config)
     _, tls = tls_section(tmp_path / "tls")
-    with shuffler(config) as child:
+    with shuffler_of(config) as child:
         with config.open("w") as pipe:  # it is open when the other end is
             hail = threading.Thread(target=keep_signalling, args=(child,))
             hail.start()
@@ -98,7 +69,7 @@ def test_a_list_that_cannot_be_read_at_sighup_leaves_the_earlier_one(tmp_path: P
     revoked, config = tmp_path / "revoked", tmp_path / "shuffler.toml"
     revoked.write_text("phone-7\n")
     config.write_text(f'{PLACES}{tls}revoked = "revoked"\n')
-    with shuffler(config) as child:
+    with shuffler_of(config) as child:
         listening(child)
         assert events(tmp_path / "log")[0] == "withdrawn credentials read: 1"
         revoked.unlink()  # missing, malformed, no text, a folder
@@ -119,13 +90,13 @@ def test_the_first_line_says_what_was_started_and_a_log_moved_away_is_begun_agai
     start: Callable[..., World], tmp_path: Path
 ):
     log, moved = tmp_path / "log", tmp_path / "moved"
-    world = start(log_file=log, simulation_seed=4711, limits={"streams": 7})
+    world = start(log_file=log, simulation_seed=4711, limits={"uploads": 7})
     text = log.read_text()
     started = json.loads(text)
     assert started["event"] == "shuffler started"
     assert started["address"] == world.process.address
     assert started["version"]
-    assert started["configuration"]["limits"]["streams"] == 7
+    assert started["configuration"]["limits"]["uploads"] == 7
     assert started["configuration"]["tls"]["key"].endswith("shuffler.key")
     assert "4711" not in text and "PRIVATE" not in text
 
@@ -151,7 +122,7 @@ def test_log_files_are_rotated_and_the_oldest_dropped(tmp_path: Path):
     authority, tls = tls_section(tmp_path / "tls")
     config.write_text(f"{PLACES}log_megabytes = 0.002\nlog_kept = 2\n{tls}")
     server = authority.issue(Role.SERVER, "server")
-    with shuffler(config) as child:
+    with shuffler_of(config) as child:
         with ControlClient(listening(child), server) as control:
             for number in range(LINES_PER_MINUTE - 1):
                 control.create_run(f"run {number}", plan(), 64)

@@ -1,4 +1,4 @@
-"""The shuffler's memory does not grow with a report, a round, or the number of streams."""
+"""The shuffler's memory does not grow with a report, a round, or the number of nodes at once."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
 
 from nights import by_night
 from run_world import LIMIT, peak_bytes
-from shuffler_world import World, open_batches, raw_channel, wait_for_streams
+from shuffler_world import World, open_batches, raw_channel
 from shufl.shuffler import IntakeClient, Outcome, Verdict, message_length
+from shufl.shuffler.store import batch
+from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.stub import Stub
+from shufl.shuffler.wire.connection import Stub
 
 FEW = 1e-20  # blankets: two are made, and none is kept
 
 
-def submit_at_once(world: World, header, streams: int, reports: int, length: int) -> list[Verdict]:
+def submit_at_once(world: World, header, nodes: int, reports: int, length: int) -> list[Verdict]:
     """The same report from all users, over so many connections."""
     content = os.urandom(length)
     verdicts: list[Verdict] = []
 
-    def stream(number: int) -> None:
+    def node(number: int) -> None:
         with IntakeClient(world.process.address, world.process.submit, timeout=LIMIT) as intake:
             users = range(number * reports, (number + 1) * reports)
             verdicts.extend(intake.submit(header, ((user, content) for user in users)))
 
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(streams)]
+    threads = [threading.Thread(target=node, args=(number,)) for number in range(nodes)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -42,7 +43,7 @@ def submit_at_once(world: World, header, streams: int, reports: int, length: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("streams", "reports", "length", "most_mb"),
+    ("nodes", "reports", "length", "most_mb"),
     [
         (8, 5, 4_000_000, 220),
         # 300 MB is what docs/shuffler.md promises.
@@ -50,17 +51,17 @@ def submit_at_once(world: World, header, streams: int, reports: int, length: int
     ],
 )
 def test_memory_stays_flat(
-    start: Callable[..., World], streams: int, reports: int, length: int, most_mb: int
+    start: Callable[..., World], nodes: int, reports: int, length: int, most_mb: int
 ):
     """With two blankets made meanwhile: how many of them are kept changes no work."""
     world = start()
-    users = streams * reports
+    users = nodes * reports
     header = world.begin(report_bytes=length, users=users, shuffler_blankets=FEW)
-    verdicts = submit_at_once(world, header, streams, reports, length)
-    assert verdicts == [Verdict.ACCEPTED] * streams * reports
+    verdicts = submit_at_once(world, header, nodes, reports, length)
+    assert verdicts == [Verdict.ACCEPTED] * nodes * reports
     assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
     assert sum(len(sealed) for sealed in world.control.release("run", 1)) == (
-        streams * reports * length
+        nodes * reports * length
     )
     assert peak_bytes(world.process.pid) < most_mb * 1e6
 
@@ -87,108 +88,103 @@ def test_sums_that_are_released_at_once_take_four_bytes_a_parameter(
     assert peak_bytes(world.process.pid) < promised
 
 
-def pieces(header, count: int, more: bool, user: int = 0):
-    for number in range(count):
-        yield shuffler_pb2.SubmitRequest(
-            run_id=header.run_id,
-            round=header.round,
-            commitment=header.commitment,
-            users=[user],
-            sealed=bytes(PIECE_BYTES),
-            more=more or number < count - 1,
-        )
+def piece(header, length: int, start: int, user: int = 0, upload: int = 0):
+    """A piece of a report of zeros."""
+    return shuffler_pb2.SubmitRequest(
+        run_id=header.run_id,
+        round=header.round,
+        commitment=header.commitment,
+        users=[user],
+        sealed=bytes(min(PIECE_BYTES, length - start)),
+        start=start,
+        length=length,
+        upload=upload,
+    )
 
 
-def raw_submit(world: World, requests) -> list[Verdict]:
-    with raw_channel(world) as channel:
-        replies = Stub("Intake", channel).Submit(requests)
-        return [Verdict(verdict) for reply in replies for verdict in reply.verdicts]
+def send(stub: Stub, header, length: int, user: int = 0, upload: int = 0) -> list[Verdict]:
+    """Sends all pieces of a report; the verdicts that come."""
+    return [
+        Verdict(verdict)
+        for start in range(0, length, PIECE_BYTES)
+        for verdict in stub.Submit(piece(header, length, start, user, upload)).verdicts
+    ]
 
 
-@pytest.mark.parametrize(("count", "verdict"), [(2, 5), (3, 1), (4, 5), (40, 5)])
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [(-PIECE_BYTES, 5), (-1, 5), (0, 1), (1, 5), (PIECE_BYTES, 5), (37 * PIECE_BYTES, 5)],
+)
 def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(
-    shared: World, count: int, verdict: int
+    shared: World, more: int, verdict: int
 ):
-    run = f"{count} pieces"
-    header = shared.begin(run, report_bytes=3 * PIECE_BYTES, users=1)
-    assert raw_submit(shared, pieces(header, count, more=False)) == [Verdict(verdict)]
-    again = shared.submit(header, [(0, bytes(3 * PIECE_BYTES))])
+    length, run = 3 * PIECE_BYTES, f"{more} more"
+    header = shared.begin(run, report_bytes=length, users=1)
+    with raw_channel(shared) as channel:
+        assert set(send(Stub("Intake", channel), header, length + more)) == {Verdict(verdict)}
+    again = shared.submit(header, [(0, bytes(length))])
     assert again == [Verdict.DUPLICATE if verdict == 1 else Verdict.ACCEPTED]
     shared.control.close_round(run, 1)
-    assert list(shared.control.release(run, 1)) == [bytes(3 * PIECE_BYTES)]
+    assert list(shared.control.release(run, 1)) == [bytes(length)]
 
 
 @pytest.mark.slow
-def test_a_report_that_breaks_off_or_does_not_end_is_not_in_the_batch(here):
-    world = here()
-    header = world.begin(report_bytes=64 * PIECE_BYTES, users=4)
-    for requests in (pieces(header, 10, more=True), pieces(header, 300, more=True)):
-        with pytest.raises(grpc.RpcError) as error:
-            raw_submit(world, requests)
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    one = os.urandom(64 * PIECE_BYTES)
+def test_a_report_that_breaks_off_is_not_in_the_batch(here):
+    world, length = here(), 64 * PIECE_BYTES
+    header = world.begin(report_bytes=length, users=4)
+    with raw_channel(world) as channel:
+        for start in range(0, length - PIECE_BYTES, PIECE_BYTES):
+            assert not Stub("Intake", channel).Submit(piece(header, length, start)).verdicts
+    one = os.urandom(length)
     assert world.submit(header, [(0, one)]) == [Verdict.ACCEPTED]
     world.control.close_round("run", 1)
     assert list(world.control.release("run", 1)) == [one]
 
 
-def test_the_room_of_pieces_given_up_is_taken_by_the_next(here: Callable[..., World]):
-    """However often reports break off: they take no more than those at once."""
-    world = here()
-    header = world.begin(report_bytes=16 * PIECE_BYTES, users=1)
-    for _ in range(10):
-        with pytest.raises(grpc.RpcError):
-            raw_submit(world, pieces(header, 10, more=True))
-    whole = [(0, bytes(16 * PIECE_BYTES))]
-    assert world.submit(header, whole) == [Verdict.ACCEPTED]
-
-
-def test_long_reports_of_several_runs_in_one_stream_go_where_they_belong(
-    here: Callable[..., World],
-):
-    world = here()
-    a, b = (world.begin(run_id=run, report_bytes=3 * PIECE_BYTES, users=50) for run in "ab")
-    sent = [(a, 0, 3), (a, 0, 3), (b, 0, 3), (b, 1, 3), (a, 1, 2), (a, 1, 3), (a, 50, 3)]
-    requests = (
-        piece for header, user, count in sent for piece in pieces(header, count, False, user)
-    )
-    verdicts = raw_submit(world, requests)
-    names = "ACCEPTED DUPLICATE ACCEPTED ACCEPTED WRONG_LENGTH ACCEPTED BAD_SENDER"
-    assert [verdict.name for verdict in verdicts] == names.split()
+def test_long_reports_of_several_runs_at_once_go_where_they_belong(here: Callable[..., World]):
+    world, length = here(), 3 * PIECE_BYTES
+    a, b = (world.begin(run_id=run, report_bytes=length, users=50) for run in "ab")
+    sent = [(a, 0), (a, 0), (b, 0), (b, 1), (a, 1), (a, 50)]
+    verdicts: list[list[Verdict]] = [[] for _ in sent]
+    with raw_channel(world) as channel:
+        for start in range(0, length, PIECE_BYTES):
+            for upload, (header, user) in enumerate(sent):
+                request = piece(header, length, start, user, upload)
+                verdicts[upload] += Stub("Intake", channel).Submit(request).verdicts
+    names = [{Verdict(each).name for each in found} for found in verdicts]
+    taken, twice = {"ACCEPTED"}, {"DUPLICATE"}
+    assert names == [taken, twice, taken, taken, taken, {"BAD_SENDER"}]
+    counted = {"ACCEPTED": 4, "DUPLICATE": 1, "BAD_SENDER": 1}  # reports, not pieces
+    for verdict, count in counted.items():
+        name = f'shufl_reports_total{{verdict="{verdict}"}}'
+        assert world.process.scrape()[name] == count
     for run in "ab":
         assert world.control.close_round(run, 1).outcome is Outcome.RELEASABLE
-        assert list(world.control.release(run, 1)) == [bytes(3 * PIECE_BYTES)] * 2
+        assert list(world.control.release(run, 1)) == [bytes(length)] * 2
 
 
-def test_a_stream_too_many_is_refused_and_the_others_go_on(here: Callable[..., World]):
-    world = here()
-    header = world.begin()
-    [(_, sealed)] = world.reports(header, 1)
-    clients = [IntakeClient(world.process.address, world.process.submit, LIMIT) for _ in range(24)]
-    hold = threading.Event()
+def test_a_long_report_that_is_given_up_for_others_is_sent_again_as_a_whole(
+    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+):
+    """Another sender's takes its place each time that all but one of its pieces are there."""
+    world, length = here(limits={"uploads": 1}), 20 * PIECE_BYTES
+    header = world.begin(report_bytes=length, users=1)
+    monkeypatch.setattr(batch, "_IDLE_SECONDS", -1.0)  # whatever is there may go
+    of, write, taken = Batch._write_piece, Batch._make_room, []
 
-    def reports(number: int):
-        yield number, sealed
-        hold.wait(LIMIT)
-        yield number, sealed
+    def write_piece(self, sender, content, about):
+        upload = of(self, sender, content, about)
+        if len(upload.missing) == 1 and len(taken) < 3:
+            taken.append(about.upload)
+            write(self, "another")
+        return upload
 
-    streams = [client.submit(header, reports(n)) for n, client in enumerate(clients)]
-    done: list[list[Verdict]] = []
-    threads = [threading.Thread(target=lambda s=s: done.append(list(s))) for s in streams]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_for_streams(world.process, len(clients))  # else a probe might take a place
-        with raw_channel(world) as channel, pytest.raises(grpc.RpcError) as refused:
-            list(Stub("Intake", channel).Submit(iter([])))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    finally:
-        hold.set()
-    for thread in threads:
-        thread.join()
-    assert done == [[Verdict.ACCEPTED, Verdict.DUPLICATE]] * 24
-    for client in clients:
-        client.close()
+    monkeypatch.setattr(Batch, "_write_piece", write_piece)
+    sealed = os.urandom(length)
+    assert world.submit(header, [(0, sealed)]) == [Verdict.ACCEPTED]
+    assert len(taken) == 3 and len(set(taken)) == 1
+    world.control.close_round("run", 1)
+    assert list(world.control.release("run", 1)) == [sealed]
 
 
 def own_memory(pid: int) -> int:

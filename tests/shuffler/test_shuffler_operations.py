@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -30,7 +29,6 @@ from shuffler_world import (
     logged,
     plan,
     raw_channel,
-    wait_for_streams,
 )
 from shufl.shuffler import (
     ControlClient,
@@ -43,7 +41,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.service import server
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.stub import Stub
+from shufl.shuffler.wire.connection import Stub
 
 
 def test_metrics_count_reasons_and_the_log_names_nobody(here: Callable[..., World], tmp_path: Path):
@@ -52,7 +50,6 @@ def test_metrics_count_reasons_and_the_log_names_nobody(here: Callable[..., Worl
     header = world.begin(minimum_batch=2)
     reports = world.reports(header, 3)
     world.submit(header, [*reports, reports[0], (9, b"short"), (10**9, reports[0][1])])
-    wait_for_streams(world.process, 0)
     with pytest.raises(ShufflerRefused):
         list(world.control.release("run", 1))
     world.control.close_round("run", 1)
@@ -69,7 +66,6 @@ def test_metrics_count_reasons_and_the_log_names_nobody(here: Callable[..., Worl
         "shufl_releases_total": 1,
         "shufl_disagreements_total": 0,
         'shufl_refusals_total{reason="ROUND_NOT_CLOSED"}': 1,
-        "shufl_streams": 0,
     }
     lines = logged(log)
     assert [line["event"] for line in lines] == [
@@ -94,26 +90,6 @@ def test_health_is_told_to_a_monitor(shared: World):
         with pytest.raises(grpc.RpcError) as unserved:
             next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=LIMIT))
         assert unserved.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-def test_streams_of_one_sender_are_limited(here: Callable[..., World]):
-    world = here(limits={"streams": 2, "streams_per_sender": 1})
-    header = world.begin()
-    [(_, sealed)] = world.reports(header, 1)
-    hold = threading.Event()
-
-    def reports():
-        yield 0, sealed
-        hold.wait(LIMIT)
-
-    with ThreadPoolExecutor() as threads:
-        verdicts = threads.submit(world.submit, header, reports())
-        wait_for_streams(world.process, 1)
-        with raw_channel(world) as channel, pytest.raises(grpc.RpcError) as refused:
-            list(Stub("Intake", channel).Submit(iter([]), timeout=LIMIT))
-        assert refused.value.details().startswith(Refusal.BUSY)
-        hold.set()
-        assert verdicts.result(LIMIT) == [Verdict.ACCEPTED]
 
 
 def until_calls_are_refused(world: World) -> None:
@@ -172,39 +148,19 @@ def test_the_parent_waits_longer_than_its_child():
         assert ShufflerProcess(limits=limits).stop_timeout > stop_seconds
 
 
-@pytest.mark.parametrize("pieces", [(b"",), (b"x", b""), (b"x", b"y", b"")])
-def test_an_empty_piece_ends_the_stream(shared: World, pieces: tuple[bytes]):
-    run = f"{len(pieces)} pieces"
-    shared.begin(run)
-    requests = Silence(
-        *(
-            shuffler_pb2.SubmitRequest(run_id=run, round=1, users=[0], sealed=sealed, more=True)
-            for sealed in pieces
-        )
-    )
-    with raw_channel(shared) as channel:
-        with pytest.raises(grpc.RpcError) as ended:
-            list(Stub("Intake", channel).Submit(iter(requests), timeout=LIMIT))
-        requests.let_go.set()
-    assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert ended.value.details() == "MALFORMED: a piece of a report is empty"
-
-
-def test_a_message_with_more_reports_than_a_client_sends_at_once_ends_the_stream(shared: World):
+def test_a_message_with_more_reports_than_a_client_sends_at_once_is_refused(shared: World):
     shared.begin("many", users=1000)
-    length = 64
-    for number, code in ((256, None), (257, grpc.StatusCode.INVALID_ARGUMENT)):
-        message = shuffler_pb2.SubmitRequest(
-            run_id="many", round=1, users=range(number), sealed=bytes(number * length)
-        )
-        with raw_channel(shared) as channel:
-            call = Stub("Intake", channel).Submit(iter([message]), timeout=LIMIT)
-            if code is None:
-                assert len(next(call).verdicts) == number
-                continue
-            with pytest.raises(grpc.RpcError, match="must have at most 256 reports") as ended:
-                list(call)
-            assert ended.value.code() is code
+
+    def message(number: int) -> shuffler_pb2.SubmitRequest:
+        users = range(number)
+        return shuffler_pb2.SubmitRequest(run_id="many", users=users, sealed=bytes(number))
+
+    with raw_channel(shared) as channel:
+        stub = Stub("Intake", channel)
+        assert len(stub.Submit(message(256), timeout=LIMIT).verdicts) == 256
+        with pytest.raises(grpc.RpcError, match="must have at most 256 reports") as ended:
+            stub.Submit(message(257), timeout=LIMIT)
+    assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.fixture(scope="module")
@@ -225,47 +181,42 @@ REQUESTS = st.builds(
     commitment=st.text(max_size=70),
     users=st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 60), max_size=3),
     sealed=st.binary(max_size=100) | st.sampled_from([b"a" * 64, b"a" * 128]),
-    more=st.booleans(),
+    count=st.integers(0, 2**64 - 1) | st.just(0),
+    step=st.integers(0, 2**64 - 1),
+    length=st.integers(0, 2**64 - 1) | st.just(0),
+    start=st.integers(0, 2**64 - 1) | st.just(0),
+    upload=st.integers(0, 2**64 - 1),
 )
 
 
-def verdicts_due(requests) -> tuple[int, bool]:
-    """How many reports are whole before something is malformed, and whether nothing is."""
-    due, in_pieces = 0, False
-    for request in requests:
-        users = len(request.users)
-        if (in_pieces or request.more) and not request.sealed:
-            return due, False
-        if not in_pieces:
-            if not users or len(request.sealed) % users or (request.more and users > 1):
-                return due, False
-            due += 0 if request.more else users
-        elif not request.more:
-            due += 1
-        in_pieces = request.more
-    return due, not in_pieces
+def verdicts_due(request) -> range:
+    """How many there may be: one for each report, at most one for a piece; none: malformed."""
+    users = len(request.users)
+    alone = request.length or request.count > 1
+    if not users or len(request.sealed) % users or (alone and users > 1):
+        return range(0)
+    return range(0, 2) if request.length else range(users, users + 1)
 
 
 @pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(REQUESTS, max_size=8), st.booleans())
-def test_any_well_formed_requests_get_a_verdict_each_or_the_stream_ends(fuzzed, requests, right):
+@given(REQUESTS, st.booleans())
+def test_any_well_formed_request_gets_its_verdicts_and_any_other_is_refused(
+    fuzzed, request_, right
+):
     _, header, channels = fuzzed
-    for request in requests:
-        if right:
-            request.round, request.run_id = 1, "run"
-            request.commitment = header.commitment
-    due, good = verdicts_due(requests)
-    verdicts: list[int] = []
+    if right:
+        request_.round, request_.run_id = 1, "run"
+        request_.commitment = header.commitment
+    due = verdicts_due(request_)
     try:
-        for reply in Stub("Intake", channels["Intake"]).Submit(iter(requests), timeout=LIMIT):
-            verdicts += reply.verdicts
+        verdicts = Stub("Intake", channels["Intake"]).Submit(request_, timeout=LIMIT).verdicts
     except grpc.RpcError as error:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert not good and len(verdicts) <= due
+        assert not due
     else:
-        assert good and len(verdicts) == due
-    assert all(Verdict(verdict) for verdict in verdicts)
+        assert len(verdicts) in due
+        assert all(Verdict(verdict) for verdict in verdicts)
 
 
 METHODS = {
@@ -276,7 +227,7 @@ METHODS = {
         commitment="c" * 64,
         sealed=b"x" * 64,
         users=[3],
-        more=True,
+        length=2**20,
     ),
     "/shufl.v1.Control/CreateRun": shuffler_pb2.CreateRunRequest(
         run_id="run", plan=plan(50, 1), report_bytes=64
@@ -329,12 +280,7 @@ def test_any_bytes_are_answered_in_our_words_and_the_shuffler_goes_on(fuzzed, da
     else:
         code, malformed = grpc.StatusCode.OK, False
     assert malformed is (code is grpc.StatusCode.INVALID_ARGUMENT)
-    if method.endswith("Submit"):
-        assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
-        assert all(readable) or malformed
-    else:
-        assert (messages and readable[0]) or malformed
-    wait_for_streams(shuffler, 0)
+    assert readable == [True] or malformed
     assert shuffler.scrape().get(MALFORMED, 0) == before + malformed
 
 
@@ -354,20 +300,27 @@ def test_a_call_that_says_nothing_is_malformed(shared: World, method: str):
     role = shared.process.submit if "Intake" in method else shared.process.control
     with raw_channel(shared, role) as channel:
         call = channel.stream_stream(method)
-        if method.endswith("Submit"):
-            assert list(call(iter([]), timeout=LIMIT)) == []
-            return
         with pytest.raises(grpc.RpcError) as ended:
             list(call(iter([]), timeout=LIMIT))
         assert ended.value.details() == "MALFORMED: not a message of this protocol"
 
 
-def test_a_call_that_is_silent_is_ended(here: Callable[..., World]):
-    world, silent = here(limits={"idle_seconds": 0.01}), Silence()
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [(0, Refusal.IDLE), (1, Refusal.IDLE), (2, Refusal.MALFORMED)],
+)
+def test_a_call_that_does_not_end_with_its_message_is_ended_and_not_answered(
+    here: Callable[..., World], messages: int, why: Refusal
+):
+    """Else who reads no answer might send more and more: gRPC keeps 2 MB of it for each call."""
+    limits = {"idle_seconds": 0.01 if why is Refusal.IDLE else LIMIT}
+    world, silent = here(limits=limits), Silence()
     with raw_channel(world) as node, raw_channel(world, world.process.control) as server:
-        for method in METHODS:
+        for method, request in METHODS.items():
             channel = node if "Intake" in method else server
+            said = [request.SerializeToString()] * messages
+            call = channel.stream_stream(method)(itertools.chain(said, silent), timeout=LIMIT)
             with pytest.raises(grpc.RpcError) as ended:
-                list(channel.stream_stream(method)(iter(silent), timeout=LIMIT))
-            assert ended.value.code() is grpc.StatusCode.ABORTED
+                list(call)
+            assert ended.value.details().startswith(why)
         silent.let_go.set()

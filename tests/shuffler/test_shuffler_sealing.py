@@ -170,16 +170,12 @@ def test_every_flipped_bit_is_noticed(keys, sealing):
             open_report(bytes(changed), keys[0], HEADER)
 
 
-def test_every_truncation_and_an_extension_are_noticed(keys):
+def test_every_truncation_an_extension_and_a_degenerate_key_are_noticed(keys):
     sealed = seal(b"payload", keys[1], HEADER)
-    for changed in [sealed[:length] for length in range(len(sealed))] + [sealed + b"\0"]:
+    cut = [sealed[:length] for length in range(len(sealed))]
+    for changed in [*cut, sealed + b"\0", bytes(len(sealed))]:
         with pytest.raises(ReportRejected):
             open_report(changed, keys[0], HEADER)
-
-
-def test_a_degenerate_key_in_a_report_is_rejected(keys):
-    with pytest.raises(ReportRejected):
-        open_report(bytes(sealed_length(7)), keys[0], HEADER)
 
 
 def test_sealing_is_randomised_and_hides_the_payload(keys):
@@ -192,14 +188,6 @@ def test_sealing_is_randomised_and_hides_the_payload(keys):
 def test_different_headers_or_lengths_have_different_bindings(one, other, first, second):
     same = one == other and first == second
     assert (one.binding(first) == other.binding(second)) == same
-
-
-def test_a_report_of_another_length_does_not_open_even_if_its_seal_fits(keys):
-    """As if someone with the key schedule cut a report: the length is in the binding."""
-    assert HEADER.binding(7) != HEADER.binding(8)
-    sealed = seal(b"payload", keys[1], HEADER)
-    with pytest.raises(ReportRejected):
-        open_report(sealed[:-1], keys[0], HEADER)
 
 
 def test_text_moved_between_fields_changes_the_commitment():
@@ -232,15 +220,9 @@ def test_a_header_survives_a_pickle(header):
     assert pickle.loads(pickle.dumps(header)) == header
 
 
-@pytest.mark.parametrize("number", [-1, 2**63])
-def test_a_round_out_of_range_is_refused(number):
-    with pytest.raises(ValueError, match=r"Input should be (greater|less) than"):
-        RoundHeader("run", number, "m", "d", "k")
-
-
-@pytest.mark.parametrize("number", [1.0, True, "1"])
-def test_a_round_that_is_no_integer_is_refused(number):
-    with pytest.raises(ValueError, match="Input should be a valid integer"):
+@pytest.mark.parametrize("number", [-1, 2**63, 1.0, True, "1"])
+def test_a_round_that_is_out_of_range_or_no_integer_is_refused(number):
+    with pytest.raises(ValueError, match=r"Input should be (greater|less) than|a valid integer"):
         RoundHeader("run", number, "m", "d", "k")
 
 

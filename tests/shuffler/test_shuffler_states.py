@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, report
+from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, refusal, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.record import verify
-from shufl.shuffler.store.batch import Batch, Slot
+from shufl.shuffler.store import batch
+from shufl.shuffler.store.batch import Batch, Piece
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 
@@ -41,8 +43,15 @@ OUTCOMES = {
 LIVE = ("open", "closed", "released")
 
 
-def read(batch: Batch, limit: int = 2 * LENGTH) -> list[bytes]:
-    return [sealed for reports, _ in batch.chunks(limit) for sealed in reports]
+@pytest.fixture(scope="module", autouse=True)
+def a_piece_has_16_bytes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(batch, "PIECE_BYTES", 16)
+        yield
+
+
+def read(of: Batch, limit: int = 2 * LENGTH) -> list[bytes]:
+    return [sealed for reports, _ in of.chunks(limit) for sealed in reports]
 
 
 class Rounds(RuleBasedStateMachine):
@@ -51,7 +60,7 @@ class Rounds(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
-        self.store = RunStore(self.directory)
+        self.store = RunStore(self.directory, uploads=2)
         self.digest = self.store.create_run("run", plan(USERS, MINIMUM), LENGTH)
         self.rounds: dict[int, tuple[str, dict[int, bytes]]] = {}  # state, report by user
         self.headers: dict[int, Report] = {}  # how a report to the round looked, when it was open
@@ -112,22 +121,28 @@ class Rounds(RuleBasedStateMachine):
             if expected is Verdict.ACCEPTED:
                 self.round(number)[1][user] = sent.sealed
 
-    @rule(number=ROUNDS, user=st.integers(0, USERS - 1), pieces=st.integers(1, 5))
-    def submit_in_pieces(self, number, user, pieces):
-        """Four pieces are a report."""
+    @rule(number=ROUNDS, user=st.integers(0, USERS - 1), order=st.permutations(range(0, 64, 16)))
+    def submit_in_pieces(self, number, user, order):
+        """Four pieces are a report; they may come twice."""
         sent, expected = self.made(number, user), self.judged(number, user)
-        slot = self.store.batches.begin(sent)
-        if expected is not Verdict.ACCEPTED:
-            assert slot is expected
-            return
-        assert isinstance(slot, Slot)
-        for piece in range(pieces):
-            slot.append([(sent.sealed * 2)[piece * 16 : (piece + 1) * 16]])
-        if pieces == 4:
+        for start in [*order[:2], *order]:
+            content, piece = sent.sealed[start : start + 16], Piece(self.content, start, LENGTH)
+            sent_now = dataclasses.replace(sent, sealed=content, piece=piece)
+            verdict = self.store.batches.accept(sent_now)
+            if expected is Verdict.ACCEPTED and start != order[-1]:
+                assert verdict is None
+            else:
+                assert verdict is expected
+        if expected is Verdict.ACCEPTED:
             self.round(number)[1][user] = sent.sealed
-        else:
-            expected = Verdict.WRONG_LENGTH
-        assert self.store.batches.accept(sent, slot) is expected
+
+    @rule(number=ROUNDS, user=st.integers(0, USERS - 1))
+    def break_off(self, number, user):
+        """One piece alone; the others never come."""
+        sent, expected = self.made(number, user), self.judged(number, user)
+        sent = dataclasses.replace(sent, sealed=sent.sealed[:16], piece=Piece(0, 0, LENGTH))
+        verdict = self.store.batches.accept(sent)
+        assert verdict is (None if expected is Verdict.ACCEPTED else expected)
 
     @rule(number=ROUNDS)
     def close_round(self, number):
@@ -173,7 +188,7 @@ class Rounds(RuleBasedStateMachine):
     @rule()
     def restart(self):
         self.store.close()
-        self.store = RunStore(self.directory)
+        self.store = RunStore(self.directory, uploads=2)
         for number, (state, held) in self.rounds.items():
             if state in LIVE:
                 self.rounds[number] = ("over" if state == "released" else "lost", held)
@@ -247,12 +262,8 @@ def test_ended_runs_leave_their_ids_and_runs_at_once_are_limited(tmp_path: Path)
         store.end_run(f"run {number}")
     for number in range(64):
         store.create_run(f"live {number}", plan(1, 1), LENGTH)
-    with pytest.raises(ShufflerRefused) as refused:
-        store.create_run("one more", plan(1, 1), LENGTH)
-    assert refused.value.reason is Refusal.TOO_MANY_RUNS
+    assert refusal(store.create_run, "one more", plan(1, 1), LENGTH) is Refusal.TOO_MANY_RUNS
     store.close()
     store = RunStore(tmp_path / "directory")
-    with pytest.raises(ShufflerRefused) as refused:
-        store.create_run("run 7", plan(1, 1), LENGTH)
-    assert refused.value.reason is Refusal.RUN_ENDED
+    assert refusal(store.create_run, "run 7", plan(1, 1), LENGTH) is Refusal.RUN_ENDED
     store.close()

@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 import shuffler_world
-from run_world import LIMIT, wait_until
-from shuffler_world import PUBLIC_KEY, ShufflerHere, World, only, plan
+from run_world import LIMIT
+from shuffler_world import PUBLIC_KEY, only, plan
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.mechanisms.summed import mask, masked, new_seed, signed, steps_of_sums
 from shufl.shuffler import (
@@ -24,14 +24,15 @@ from shufl.shuffler import (
     sealed_length,
 )
 from shufl.shuffler.callers import Caller, Role
-from shufl.shuffler.store.batch import Slot
+from shufl.shuffler.store import batch as module
+from shufl.shuffler.store.batch import Piece
 from shufl.shuffler.store.floor import Floor
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
+from shufl.shuffler.wire.connection import Stub
 from shufl.shuffler.wire.seeds import read_seed, seal_seed
-from shufl.shuffler.wire.stub import Stub
 
 SEAL = 9  # bytes of a seed, sealed to nobody
 
@@ -42,9 +43,20 @@ def sums(users: int = 1000, **others: object) -> bytes:
 
 
 def batch(place, dimension=3, users=10, slots=2, noise=0):
-    some = SummedBatch(place, 4 * dimension + SEAL, users, slots, allocate=False)
+    some = SummedBatch(place, 4 * dimension + SEAL, users, slots, slots, allocate=False)
     some.begin(dimension, lambda: iter([(slice(None), np.full(dimension, noise))]))
     return some
+
+
+@pytest.fixture
+def piece_of_16_bytes(monkeypatch):
+    monkeypatch.setattr(module, "PIECE_BYTES", 16)
+
+
+def add_piece(some, sender, users, content, start):
+    """Adds 16 bytes of a message."""
+    piece = Piece(users.start, start, len(content))
+    return some.add(sender, users, 100, content[start : start + 16], piece)
 
 
 def message(*values: int, seed: bytes = b"s") -> bytes:
@@ -67,23 +79,19 @@ def read(some, limit=2**20):
     return signed(np.frombuffer(parts[0], dtype="<u4")).tolist(), parts[1:]
 
 
-def test_the_sum_holds_each_users_message_once_and_only_whole_ones(memory_path):
+def test_the_sum_holds_each_users_message_once_and_only_whole_ones(memory_path, piece_of_16_bytes):
     some = batch(memory_path)
     assert some.add("a", range(0, 3), 9, message(1, -2, 3, seed=b"z")) is Verdict.ACCEPTED
     assert some.add("a", range(2, 9, 2), 9, message(7, 7, 7)) is Verdict.DUPLICATE  # user 2
     assert some.add("a", range(4, 9, 2), 9, message(5, 0, -9, seed=b"a")) is Verdict.ACCEPTED
     assert some.add("a", only(3), 9, message(1, 1, 1)[:-1]) is Verdict.WRONG_LENGTH
-    slot = some.reserve("b", range(0, 4))
-    assert isinstance(slot, Slot)
-    slot.append([message(100, 0, 0)[:11]])
-    assert some.add("b", range(0, 4), 4, slot) is Verdict.WRONG_LENGTH
+    assert add_piece(some, "b", range(0, 3), message(100, 0, 0), 0) is None  # and no more of it
     assert some.add("b", range(0, 5), 5, message(1, 1, 1)) is Verdict.ROUND_FULL
-    slot = some.reserve("b", range(0, 4))
-    for piece in (message(100, 0, 0, seed=b"m")[:11], message(100, 0, 0, seed=b"m")[11:]):
-        slot.append([piece])
-    assert some.add("b", range(0, 4), 4, slot) is Verdict.ACCEPTED
+    whole = message(100, 0, 0, seed=b"m")
+    assert add_piece(some, "c", range(0, 4), whole, 16) is None
+    assert add_piece(some, "c", range(0, 4), whole, 0) is Verdict.ACCEPTED
     assert (some.senders, some.count) == (10, 3)
-    assert some.has_of("b")
+    assert some.has_of("c") and not some.has_of("b")
     seeds = [each.ljust(SEAL, b".") for each in (b"a", b"m", b"z")]  # sorted: no order of arrival
     for limit in (2**20, 10, 12, 9):
         assert read(some, limit) == ([106, -2, -6], seeds)
@@ -110,25 +118,27 @@ def test_a_sum_goes_around_at_32_bits(memory_path):
     some.close()
 
 
-def test_a_disk_that_fails_loses_a_message_and_nothing_else(memory_path, monkeypatch):
-    some = batch(memory_path, slots=1)
-    slot = some.reserve("a", only(0))
-    slot.append([message(1, 1, 1)])
+def test_a_disk_that_fails_loses_a_message_and_nothing_else(
+    memory_path, monkeypatch, piece_of_16_bytes
+):
+    some, whole = batch(memory_path, slots=1), message(1, 1, 1)
 
     def failing(*given):
         raise OSError(errno.EIO, "fails")
 
+    assert add_piece(some, "a", only(0), whole, 0) is None
     with monkeypatch.context() as patched:
         patched.setattr(os, "pread", failing)
-        assert some.add("a", only(0), 1, slot) is Verdict.STORAGE_FAILED
-    again = some.reserve("a", only(0))  # there is one place, and it was given back
-    again.append([message(1, 1, 1)])
-    assert some.add("a", only(0), 1, again) is Verdict.ACCEPTED
+        assert add_piece(some, "a", only(0), whole, 16) is Verdict.STORAGE_FAILED
+    # There is one place, and it was given back.
+    assert add_piece(some, "a", only(0), whole, 0) is None
+    assert add_piece(some, "a", only(0), whole, 16) is Verdict.ACCEPTED
     assert read(some)[0] == [1, 1, 1]
     some.close()
 
 
-def test_many_threads_add_up_exactly(memory_path):
+def test_many_threads_add_up_exactly(memory_path, monkeypatch):
+    monkeypatch.setattr(module, "PIECE_BYTES", 2048)
     some, nodes = batch(memory_path, dimension=1000, users=800, slots=8), 8
     together, verdicts = threading.Barrier(nodes), []
 
@@ -136,12 +146,13 @@ def test_many_threads_add_up_exactly(memory_path):
         together.wait(LIMIT)
         for user in range(100):
             content = message(*[node * 1000 + user] * 1000)
+            about = str(node), only(user), 100
             if user % 2:
-                slot = some.reserve(str(node), only(user))
-                slot.append([content[:77]])
-                slot.append([content[77:]])
-                content = slot
-            verdicts.append(some.add(str(node), only(user), 100, content))
+                pieces = [Piece(user, start, len(content)) for start in (0, 2048)]
+                assert some.add(*about, content[:2048], pieces[0]) is None
+                verdicts.append(some.add(*about, content[2048:], pieces[1]))
+            else:
+                verdicts.append(some.add(*about, content))
 
     threads = [threading.Thread(target=send, args=(node,)) for node in range(nodes)]
     for thread in threads:
@@ -153,12 +164,9 @@ def test_many_threads_add_up_exactly(memory_path):
     some.close()
 
 
-@pytest.fixture(scope="module")
-def world():
-    with ShufflerHere() as shuffler:
-        world = World(shuffler)
-        yield world
-        world.close()
+@pytest.fixture
+def world(shared):
+    return shared
 
 
 def begin(world, run_id, dimension, **of_plan):
@@ -228,7 +236,7 @@ def test_one_message_of_several_users_is_in_a_message_of_its_own(world):
         shuffler_world.raw_channel(world) as channel,
         pytest.raises(grpc.RpcError, match="a report per user, a piece"),
     ):
-        list(Stub("Intake", channel).Submit(iter([request]), timeout=LIMIT))
+        Stub("Intake", channel).Submit(request, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -323,44 +331,34 @@ def test_an_operators_floor_holds_for_sums(tmp_path):
     store.close()
 
 
-def test_a_cut_stream_leaves_nothing_in_the_sum(world):
-    """A connection that ends between two pieces, at each of them; then the node sends again."""
+def test_a_message_that_breaks_off_leaves_nothing_in_the_sum(world):
+    """After each of its pieces; then the node sends it again."""
     dimension = PIECE_BYTES  # four pieces and the seed
     header = begin(world, "cut", dimension)
     vector = np.arange(dimension)
     (whole,) = messages(world, header, [vector])
-    about = {"run_id": "cut", "round": 1, "commitment": header.commitment, "users": [0]}
     batch = world.process.store._runs["cut"].rounds[1].batch
-    free = batch._left
-    for pieces in range(1, 5):
-        requests = [
-            shuffler_pb2.SubmitRequest(
-                sealed=whole[start : start + PIECE_BYTES], more=True, **(about if not start else {})
-            )
-            for start in range(0, pieces * PIECE_BYTES, PIECE_BYTES)
-        ]
-        silence = shuffler_world.Silence(*requests)
-        with shuffler_world.raw_channel(world) as channel:
-            call = Stub("Intake", channel).Submit(iter(silence), timeout=LIMIT)
-            wait_until(lambda: batch._left < free, LIMIT, "a place for its pieces")
-            call.cancel()
-        silence.let_go.set()
-        wait_until(lambda: batch._left == free, LIMIT, "the place given back")
+    about = {"run_id": "cut", "round": 1, "commitment": header.commitment, "length": len(whole)}
+    with shuffler_world.raw_channel(world) as channel:
+        for pieces in range(1, 5):
+            for start in range(0, pieces * PIECE_BYTES, PIECE_BYTES):
+                piece = whole[start : start + PIECE_BYTES]
+                request = shuffler_pb2.SubmitRequest(
+                    users=[0], sealed=piece, start=start, upload=pieces, **about
+                )
+                assert not Stub("Intake", channel).Submit(request, timeout=LIMIT).verdicts
+    assert len(batch._uploads) == 4
     assert list(world.intake.submit(header, [(only(0), whole)])) == [Verdict.ACCEPTED]
     world.control.close_round("cut", 1)
     assert (opened(world, header)[0] == vector).all()
 
 
-def test_two_nodes_with_one_name_of_a_file_count_once(tmp_path):
+def test_two_nodes_with_one_name_of_a_file_count_once(world):
     """The same credential from two machines: the second message is a duplicate."""
-    with ShufflerHere() as shuffler:
-        world = World(shuffler)
-        header = begin(world, "twice", 2)
-        other = IntakeClient(shuffler.address, shuffler.submit)
-        (first,), (second,) = (messages(world, header, [np.array([each, 0])]) for each in (1, 1000))
-        assert list(world.intake.submit(header, [(range(0, 4), first)])) == [Verdict.ACCEPTED]
+    header = begin(world, "twice", 2)
+    (first,), (second,) = (messages(world, header, [np.array([each, 0])]) for each in (1, 1000))
+    assert list(world.intake.submit(header, [(range(0, 4), first)])) == [Verdict.ACCEPTED]
+    with IntakeClient(world.process.address, world.process.submit) as other:
         assert list(other.submit(header, [(range(0, 4), second)])) == [Verdict.DUPLICATE]
-        world.control.close_round("twice", 1)
-        assert opened(world, header)[0].tolist() == [1, 0]
-        other.close()
-        world.close()
+    world.control.close_round("twice", 1)
+    assert opened(world, header)[0].tolist() == [1, 0]

@@ -17,7 +17,7 @@ import yaml
 from shufl.deploy.deployment import PROGRAMS, Deployment
 from shufl.deploy.provision import provision
 from shufl.shuffler.config import Limits
-from shufl.shuffler.service.operations import Metrics
+from shufl.shuffler.service.metrics import Metrics
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -348,9 +348,9 @@ def test_a_shuffler_without_a_certificate_is_one_line(tmp_path, tls, message):
 def test_a_limit_that_is_none_does_not_hide_what_else_is_found(sites, tmp_path):
     shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
     file = shuffler / "shuffler.toml"
-    file.write_text(file.read_text().replace("[limits]", "[limits]\ncalls = 0"))
+    file.write_text(file.read_text().replace("[limits]", "[limits]\nusers = 0"))
     found = {each.what: each.trouble for each in examine(shuffler)}
-    assert "limits.calls must be a whole number" in found["configuration"]
+    assert "limits.users must be a whole number" in found["configuration"]
     assert found["keys"] == ""
 
 

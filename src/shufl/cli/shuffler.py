@@ -152,7 +152,7 @@ def fetch_command(
     """Fetch a shuffler's record, and check it."""
     from shufl.shuffler import Credentials, ShufflerError
     from shufl.shuffler.record import verify
-    from shufl.shuffler.wire.record_client import RecordClient
+    from shufl.shuffler.wire.control_client import RecordClient
 
     with options.failing(OSError, ValueError, ShufflerError):
         options.check_file("FILE", file)

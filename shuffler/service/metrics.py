@@ -13,7 +13,6 @@ from typing import Any
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Gauge,
     disable_created_metrics,
     start_http_server,
 )
@@ -36,7 +35,6 @@ class Metrics:
         self.disagreements = counter(
             "shufl_disagreements", "Nodes that were shown another key, model or plan"
         )
-        self.streams = Gauge("shufl_streams", "Streams of reports now", registry=self.registry)
 
     def serve(self, address: str) -> Any:
         """Answers Prometheus over HTTP in a thread; `shutdown` of the result ends it."""

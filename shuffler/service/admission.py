@@ -15,9 +15,8 @@ from google.protobuf.message_factory import GetMessageClass
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Credentials
-from shufl.shuffler.service.calls import PermittedCalls, PerSender
-from shufl.shuffler.service.operations import Metrics
-from shufl.shuffler.service.streams import Stream
+from shufl.shuffler.service.metrics import Metrics
+from shufl.shuffler.service.open_calls import CallCount, PermittedCalls
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _log = logging.getLogger("shufl.shuffler")
@@ -56,7 +55,7 @@ class Gate:
         self.permitted = PermittedCalls(self._is_good)
         self._revoked = revoked
         self._idle_seconds = limits.idle_seconds
-        self._calls = PerSender(limits.calls_per_sender)
+        self._calls = CallCount(limits.calls, limits.calls_per_sender)
         self._metrics = metrics
         self.renew(credentials)
 
@@ -98,10 +97,10 @@ class Gate:
 
         For malformed bytes gRPC returns a Python traceback; without a request it never
         answers. To gRPC all methods are streams here, which makes no difference on the wire: this
-        code reads and checks the one request of most methods, and `Submit` reads its own. A method
-        that raises `ShufflerRefused`, or `TimeoutError`, ends its call with that. Methods are for
-        the roles, and get the caller beside the request; where there is none, for whoever can
-        connect. Methods that the servicer does not have are not served.
+        code reads and checks the one request of each. A method that raises `ShufflerRefused`, or
+        `TimeoutError`, ends its call with that. Methods are for the roles, and get the caller
+        beside the request; where there is none, for whoever can connect. Methods that the servicer
+        does not have are not served.
         """
 
         def handler(method: MethodDescriptor) -> Any:
@@ -118,19 +117,15 @@ class Gate:
                 caller = self._admit(certified, roles) if roles else None
                 who = () if caller is None else (caller,)
                 async with nullcontext() if caller is None else self.permitted.of(caller):
-                    if method.client_streaming:
-                        return await behaviour(*who, context)
-                    request = await self.read(context)
-                    if request is grpc.aio.EOF:
-                        raise ShufflerRefused(Refusal.MALFORMED)
-                    return await behaviour(request, *who, context)
+                    return await behaviour(await self._read(context), *who, context)
 
             async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
                 sender, certified = self._sender(context)
-                with self._calls.counted(sender) as allowed:
+                is_server = certified is not None and certified.role is Role.SERVER
+                with self._calls.counted(sender, is_server) as allowed:
                     try:
                         if not allowed:
-                            raise ShufflerRefused(Refusal.BUSY, "too many calls at once")
+                            raise ShufflerRefused(Refusal.BUSY)
                         message = await answer(context, certified)
                     except (ShufflerRefused, TimeoutError) as error:
                         await self.end(context, error)
@@ -154,27 +149,22 @@ class Gate:
             return certificate.decode(errors="replace"), None
         return f"{caller.role} {caller.name}", caller
 
-    async def read(
-        self,
-        context: grpc.aio.ServicerContext,
-        caller: Caller | None = None,
-        stream: Stream | None = None,
-    ) -> Any:
-        """The call's next message, or `grpc.aio.EOF`.
+    async def _read(self, context: grpc.aio.ServicerContext) -> Any:
+        """The call's one request; refused if it is none, or does not come whole for too long.
 
-        A message that does not come for too long or is none is refused, and so is one of a caller
-        whose certificate is no longer good.
+        The caller must have said that nothing follows before it is answered. Otherwise a caller who
+        does not read its answer could fill the connection's window, and that memory, for as long as
+        it likes.
         """
         try:
-            async with stream.patience() if stream else asyncio.timeout(self._idle_seconds):
-                message = await context.read()
+            async with asyncio.timeout(self._idle_seconds):
+                request = await context.read()
+                is_last = request is not grpc.aio.EOF and await context.read() is grpc.aio.EOF
         except TimeoutError:
             raise ShufflerRefused(Refusal.IDLE) from None
-        if message is None:
+        if request is None or not is_last:
             raise ShufflerRefused(Refusal.MALFORMED)
-        if message is not grpc.aio.EOF and caller is not None and not self._is_good(caller):
-            raise ShufflerRefused(Refusal.NOT_PERMITTED)
-        return message
+        return request
 
     def _is_good(self, caller: Caller) -> bool:
         """Whether a caller's certificate is of this authority, not expired and not withdrawn."""

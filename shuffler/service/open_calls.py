@@ -10,21 +10,36 @@ from contextlib import asynccontextmanager, contextmanager
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
+_ALWAYS = 2
 
-class PerSender:
-    """Counts something of each sender, such as its calls."""
 
-    def __init__(self, most: int) -> None:
-        """Remembers how many one sender may have."""
-        self._most = most
+class CallCount:
+    """Counts open calls, and says who may have another.
+
+    Half of all calls go to whoever asks first, up to a limit for each sender. While they are taken,
+    a sender that is no server may have two calls at once. So if there are four calls for each node,
+    as `shufl provision` sees to, nodes that hold on to their calls keep no other node out, however
+    many work together.
+    """
+
+    def __init__(self, most: int, most_of_sender: int) -> None:
+        """Remembers how many calls there may be at once, and how many of one sender."""
+        self._shared = most // 2
+        self._most_of_sender = most_of_sender
         self._of: Counter[str] = Counter()
 
     @contextmanager
-    def counted(self, sender: str) -> Iterator[bool]:
-        """Counts one more for as long as the block lasts, and says whether it may be had."""
+    def counted(self, sender: str, is_server: bool) -> Iterator[bool]:
+        """Whether the sender may have one more call; if so, it counts until the block ends."""
+        most = self._most_of_sender
+        if not is_server and self._of.total() >= self._shared:
+            most = min(most, _ALWAYS)
+        if self._of[sender] >= most:
+            yield False
+            return
         self._of[sender] += 1
         try:
-            yield self._of[sender] <= self._most
+            yield True
         finally:
             self._of[sender] -= 1
             if not self._of[sender]:
