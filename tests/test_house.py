@@ -15,12 +15,12 @@ MOST_LINES = {
     "accounting": 3900,
     "clients": 1190,
     "deploy": 1940,
-    "learning": 2890,
+    "learning": 2880,
     "protocol": 1150,
-    "results": 1250,
+    "results": 1240,
     "server": 1110,
     "shuffler": 3380,
-    "simulator": 2780,
+    "simulator": 2750,
     "src": 1770,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
