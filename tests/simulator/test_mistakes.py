@@ -99,7 +99,7 @@ def test_in_a_run(refusal, changes, message):
         ("rnu quickstart", "No such command 'rnu'. Did you mean 'run'?"),
         ("experiment nothing", "nothing cannot be read: No such file or directory; an exp"),
         ("experiment digits --cpus 0", "cpus must be at least 1, got 0"),
-        ("node --log-file nowhere/log", "nowhere/log: No such file or directory"),
+        ("node --log-file /nowhere/log", "/nowhere/log: No such file or directory"),
         ("status .", "cannot read ledger ledger.jsonl: No such file or directory"),
         ("report nothing", "nothing must be a run folder, which has a plan.json, or the "),
     ],
