@@ -206,7 +206,7 @@ def failed_run(tmp_path, model):
     given = [f"--set={each}" for each in (*SETTINGS, f"model.name={__name__}:{model.__name__}")]
     result = CliRunner().invoke(app, ["run", "quickstart", "--runs", str(tmp_path), *given])
     (line,) = result.stderr.splitlines()
-    assert result.exit_code == 1
+    assert result.exit_code == 1, line
     return line
 
 
