@@ -21,16 +21,16 @@ from shufl.learning.your_code import Carried, is_installed
 from shufl.protocol.import_times import imported_at
 from shufl.protocol.validation import ConfigError
 
-_AHEAD = 60.0  # seconds: a file that is newer than now by more has its time from another clock
+_AHEAD = 60.0  # seconds: if a file is from further in the future, its time is of another clock
 _SEEN: dict[str, tuple[ModuleSpec, str]] = {}
-"""What this process has imported, by the modules' names. A reload makes another spec."""
+"""The texts that this process has imported, by module. A reload gives a module another spec."""
 
 
 def code_digest(names: Iterable[str]) -> str:
     """SHA-256 (hexadecimal) of the code behind `names`, each `module:callable` or a `Carried`.
 
-    This code is the modules that are named and those that they import, without installed packages.
-    Comments and layout do not count. Nothing is imported for it. Without code of yours it is "".
+    This code is the named modules and the modules that they import, without installed packages.
+    Comments and layout do not count. Nothing is imported. Without code of yours the digest is "".
 
     Raises:
         ConfigError: a module has changed since this process imported it.
@@ -43,7 +43,7 @@ def code_digest(names: Iterable[str]) -> str:
             texts["arguments"] = _without_places(repr((given.args, given.keywords)))
         for part in _parts(given):
             if (module := getattr(part, "__module__", None)) == "__main__":
-                # Of a notebook, or of a script, which is itself edited in order to resume.
+                # A notebook has no file. A script is itself edited in order to resume a run.
                 texts[f"__main__.{part.__qualname__}"] = _source(part)
                 continue
             left.append(module or "")
@@ -58,7 +58,7 @@ def code_digest(names: Iterable[str]) -> str:
         code = path.read_bytes()
         texts[name] = code.hex()
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            # Compiled code has no tree. Whoever imports the module is told of a mistake in it.
+            # Compiled code has no tree. A syntax error is told when the module is imported.
             tree = ast.parse(code)
             with suppress(RecursionError):
                 texts[name] = ast.unparse(tree)
@@ -73,7 +73,7 @@ def code_digest(names: Iterable[str]) -> str:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module lies; None: nowhere, or built in."""
+    """The spec of a module, which says where it lies; None if it is not found."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__spec__", None)
     parent, _, last = name.rpartition(".")
@@ -99,7 +99,7 @@ def _imported(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def _has_changed(spec: ModuleSpec, path: Path, text: str) -> bool:
-    """Whether this process has imported another text than the file has now."""
+    """Whether the text that this process has imported differs from the file's text now."""
     if spec.name not in sys.modules:
         return False
     if spec.name not in _SEEN or _SEEN[spec.name][0] is not spec:
@@ -109,7 +109,7 @@ def _has_changed(spec: ModuleSpec, path: Path, text: str) -> bool:
 
 
 def _parts(given: Any) -> list[Any]:
-    """Your functions and classes that make up an object."""
+    """The functions and classes of yours that make up an object."""
     given = getattr(getattr(given, "task", None), "loss", given)
     given = given.func if isinstance(given, functools.partial) else given
     if not isinstance(given, type) and hasattr(given, "modules"):

@@ -68,7 +68,7 @@ def _dataset(given: Any) -> str | RecordFile:
 
 if TYPE_CHECKING:
     _Dataset = str | RecordFile
-else:  # of a union pydantic would say what each part expects
+else:  # with a union, pydantic's error would list what each part expects
     _Dataset = Annotated[Any, PlainValidator(_dataset)]
 
 
@@ -87,13 +87,14 @@ def _table_of(what: str) -> Any:
 
 
 class Data(Section):
-    """A dataset and a map of its records, by name or `module:callable`; its users.
+    """A dataset, a map of its records to features, and its users.
 
     Attributes:
         task: what is learnt. Default: what the dataset says.
-        users: how many. Default: all whom the dataset names, else as many as it has records.
-        partition: how records come to users. Default: `natural` where the dataset says whose each
-            record is, else `iid`.
+        users: how many users. Default: all that the dataset names; if it names none, as many as it
+            has records.
+        partition: how records come to users. Default: `natural` if the dataset names users, else
+            `iid`.
         most_records: how many records of a user are used at most. Default: all.
     """
 
@@ -163,7 +164,7 @@ class FlowerKeys(EngineName):
     """The Flower engine's keys of `[simulation]`."""
 
     nodes: int = Field(default=20, ge=1, le=10**6, description="a whole number from 1 to 10^6")
-    cpus_per_node: float = Field(  # each CPU has as many processes of nodes as this goes into 1
+    cpus_per_node: float = Field(  # below 1, several processes of nodes share a CPU
         default=1.0, ge=0.1, allow_inf_nan=False, description="a number, at least 0.1"
     )
     round_timeout: Seconds = 600.0
@@ -187,7 +188,7 @@ class Simulation(FlowerKeys, VectorisedKeys):
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Simulation:
-        """Refuses, with another engine, vectorised keys that would change what is computed."""
+        """Refuses keys that change what is computed, but that only the vectorised engine knows."""
         if self.engine == "vectorised":
             return self
         for key in ("noise", "device", "precision", "silent"):
@@ -239,16 +240,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_step(self) -> Config:
-        """With randomised response the estimate is one gradient step of the model `histogram`."""
+        """Randomised response needs one gradient step of the model `histogram`: the estimate."""
         if self.privacy.mechanism != "randomised-response":
             return self
         needed = {
-            **{"privacy.rounds": 1, "model.name": "histogram", "training.algorithm": "fedsgd"},
-            **{"training.learning_rate": 1.0, "training.optimiser": "sgd"},
-            "training.optimiser_options": {},
-            **{"training.schedule": "constant", "training.averaging": 0.0},
-            **{"training.aggregator": "mean", "simulation.engine": "flower"},
-        }
+            "privacy.rounds": 1, "model.name": "histogram", "training.algorithm": "fedsgd",
+            "training.learning_rate": 1.0, "training.optimiser": "sgd",
+            "training.optimiser_options": {}, "training.schedule": "constant",
+            "training.averaging": 0.0, "training.aggregator": "mean", "simulation.engine": "flower",
+        }  # fmt: skip
         for key, value in needed.items():
             section, name = key.split(".")
             if (given := getattr(getattr(self, section), name)) != value:
@@ -265,8 +265,8 @@ def load(
 
     Args:
         source: a TOML file, the name of one that ships with shufl (`quickstart`), or its values.
-        changes: values by `section.key`; or `section.key=value`, the values in TOML (a bare word
-            is a string). An empty one leaves the key out.
+        changes: values by `section.key`; or a list of `section.key=value`, each value in TOML (a
+            bare word is a string). An empty value leaves the key out.
 
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
@@ -286,7 +286,7 @@ def load(
         ("training.algorithm_options", training.algorithm_options),
         ("training.optimiser_options", training.optimiser_options),
     ):
-        try:  # only options may hold anything
+        try:  # options alone may hold values of any kind
             tomli_w.dumps(options)
         except TypeError as error:
             raise ConfigError(f"{name}: {key} must hold values that TOML has: {error}") from None
@@ -294,7 +294,7 @@ def load(
 
 
 def _make_absolute(content: dict[str, Any], folder: Path) -> None:
-    """Writes the path of a file of records so that it is found from everywhere."""
+    """Makes the path of a file of records absolute, so that other folders find it too."""
     data = content.get("data")
     dataset = data.get("dataset") if isinstance(data, dict) else None
     if isinstance(dataset, dict) and isinstance(dataset.get("file"), str):
@@ -307,7 +307,7 @@ def dumps(config: Config) -> str:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables, by names with dots."""
+    """The values of nested tables by their names, joined with dots."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, dict)
@@ -340,7 +340,7 @@ def _parsed(override: str) -> tuple[str, Any]:
         raise ConfigError(f"an override must look like section.key=value, got {override!r}")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):  # no TOML, or more than is read
+    except (ValueError, RecursionError):  # a bare word, or TOML nested too deeply
         return key, value.strip()
 
 

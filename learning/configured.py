@@ -1,4 +1,4 @@
-"""What a configuration says, as parts of a run: plan, model, records, local training."""
+"""Makes the parts of a run that a configuration describes: plan, model, local training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from shufl.shuffler import most_parameters
 
 
 def check_model_size(config: Config, parameters: int) -> None:
-    """Refuses a model that has more parameters than a report can hold.
-
-    Raises:
-        ConfigError: it has.
-    """
+    """Raises a ConfigError if the model has more parameters than a report can hold."""
     most = most_parameters(config.shuffler.sealing, config.privacy.mixing)
     if parameters > most:
         raise ConfigError(
@@ -28,7 +24,11 @@ def check_model_size(config: Config, parameters: int) -> None:
 
 
 def plan_of(config: Config) -> tuple[Config, PrivacyPlan, str | None]:
-    """The configuration with its open values filled in, its plan, and the plan's `unused_note`."""
+    """The configuration with its open values filled in, its plan, and the plan's `unused_note`.
+
+    Raises:
+        ConfigError: values do not fit each other, or nothing reaches the target.
+    """
     assert config.data.users is not None
     try:
         asked = OpenPlan(users=config.data.users, **dict(config.privacy))
@@ -51,7 +51,7 @@ def _searched(asked: OpenPlan) -> tuple[PrivacyPlan, str | None]:
 
 
 def model_maker(config: Config, form: Form, code: str = "") -> ModelMaker:
-    """What builds the initial model, for records of this form."""
+    """What builds the initial model, for records of this form; `code` is as for `build_model`."""
     model = config.model
     return ModelMaker(model.name, form, config.data_seed, model.options, code)
 
@@ -62,7 +62,7 @@ def local_training(config: Config) -> LocalTraining:
     name, own = training.algorithm, None
     if name not in ALGORITHMS:
         own = Named("training.algorithm", name)
-        own.find()  # or refuses it
+        own.find()  # a mistake is told now, and not amid a round
     return LocalTraining(
         algorithm=name,
         local_epochs=training.local_epochs,

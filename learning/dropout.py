@@ -1,4 +1,4 @@
-"""Dropout whose masks follow from a user's seed alone: alone or among others, in any block."""
+"""Dropout whose masks depend on a user's seed alone, however users are computed together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's step; times a number, that num
 
 
 class SeededDropout(TorchFunctionMode):
-    """While entered, masks of dropout are a function of seed, step, record and place in it.
+    """While entered, a mask of dropout is a function of seed, step, record and place in the record.
 
     It knows `functional.dropout`, and attention with dropout. The first axis of the masked tensor
     must be the records'; any other dropout draws from torch's own generator. So does a dropout
@@ -23,11 +23,11 @@ class SeededDropout(TorchFunctionMode):
     """
 
     def __init__(self, seeds: torch.Tensor, places: torch.Tensor, step: int = 0):
-        """Gets the keys of a forward over r records.
+        """Prepares the masks of a forward over r records.
 
         Args:
-            seeds: of the records' users, int64 of shape (r,); or of the one user, of shape ().
-            places: each record's place among its user's in this step, int64 of shape (r,).
+            seeds: of each record's user, int64 of shape (r,); or of one user, of shape ().
+            places: each record's place among its user's records in this step, int64 of shape (r,).
             step: of local training, from 0.
         """
         super().__init__()
@@ -41,7 +41,7 @@ class SeededDropout(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls `func`, or in place of a dropout the seeded one."""
+        """Calls `func`; if it is a dropout, the seeded one is called in its place."""
         kwargs = kwargs or {}
         made = None
         if func is functional.dropout:
@@ -95,9 +95,10 @@ class SeededDropout(TorchFunctionMode):
 def unfolded_attention(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, None] | None:
-    """torch's self-attention, computed layer by layer; None for any other attention.
+    """Computes torch's self-attention layer by layer; None for any other attention.
 
-    The arguments are those of `functional.multi_head_attention_forward`.
+    Args:
+        args, kwargs: of `functional.multi_head_attention_forward`.
     """
     given = _ATTENTION.bind(*args, **kwargs)
     given.apply_defaults()

@@ -15,8 +15,8 @@ Tensors = dict[str, torch.Tensor]
 Step = Callable[..., tuple[Tensors, dict[str, Any]]]
 """`step(parameters, gradients, start, state, learning_rate, **options)`: new parameters and state.
 
-The arguments are those of `fedprox`. A state holds tensors, in dictionaries, lists or tuples.
-Nothing is changed in place.
+`fedprox` explains the arguments. A state holds tensors, in dictionaries, lists or tuples. A step
+changes nothing in place.
 """
 
 
@@ -37,19 +37,20 @@ def fedprox(
 ) -> tuple[Tensors, Any]:
     """A step of SGD on the loss + proximal/2 ||parameters - start||², which stays near the start.
 
-    Li et al. 2020, "Federated optimization in heterogeneous networks". A step of your own takes the
-    same arguments (`training.algorithm = "module:callable"`).
+    Li et al. 2020, "Federated optimization in heterogeneous networks". A step of your own
+    (`training.algorithm = "module:callable"`) takes the same first five arguments; its keyword
+    arguments come from `training.algorithm_options`.
 
     Args:
-        parameters: the user's own so far, by name; tensors of any shape.
-        gradients: of the mean loss of a batch of its records: the same names and shapes.
-        start: the parameters of the round's model: the same names and shapes.
-        state: what the user's last step returned; empty in its first.
+        parameters: the user's own parameters before this step, by name; tensors of any shape.
+        gradients: of the mean loss over a batch of the user's records; the same names and shapes.
+        start: the parameters of the round's model; the same names and shapes.
+        state: what the user's last step returned; an empty dictionary in its first step.
         learning_rate: `training.local_learning_rate`.
-        proximal: the weight of the distance from the start (`training.algorithm_options`).
+        proximal: the weight of the distance from the start.
 
     Returns:
-        The new parameters, and the new state, which is the one that was given.
+        The new parameters, and the state for the next step; this algorithm returns it unchanged.
     """
     return {
         name: own - learning_rate * (gradients[name] + proximal * (own - start[name]))

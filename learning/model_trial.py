@@ -1,9 +1,9 @@
 """Trials of your model before a run: a user's update must be a function of its own records.
 
-What a forward leaves in the module is put back before the next user (`ModuleState`).
-What it leaves elsewhere, in a class, a Python module or a cache, cannot be put back; neither can
-the state of a generator that nobody seeds. So the same users' updates are computed in two
-processes, in one of them in the reverse order, and compared.
+What a forward changes in the module is put back before the next user (`ModuleState`). What it
+changes elsewhere, in a class, a Python module or a cache, cannot be put back; neither can the state
+of a generator that nobody seeds. So two processes compute the same users' updates, one of them in
+the reverse order, and the updates are compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shufl.learning.your_code import CODE_ERRORS, one_line, your_code
 from shufl.protocol.validation import ConfigError
 
 _Users = list[tuple[torch.Tensor, torch.Tensor, int]]
-_CALLS = 256  # at least so many records are tried: a model may use late what it has kept
+_CALLS = 256  # the least number of records that are tried: a model may use late what it kept
 
 _OTHER_PROCESS = """
 import pickle, sys
@@ -69,7 +69,7 @@ def try_users(make_model: ModelMaker, training: LocalTraining, records: int) -> 
 
 @functools.lru_cache(maxsize=16)
 def _try(given: bytes, code: str) -> bool:
-    """`given` are the pickled arguments of `try_users`; `code` is the digest of their own code."""
+    """`try_users` of its pickled arguments; `code` is the digest of your code behind them."""
     make_model, training, records = pickle.loads(given)
     name, form = make_model.name, make_model.form
     sizes = records, 1, records // 2 + 1, records
@@ -100,7 +100,7 @@ def _try(given: bytes, code: str) -> bool:
 
 
 def exact_float32() -> None:
-    """Undoes what your code may have set: a lower matmul precision, TF32 in convolutions.
+    """Undoes two settings that your code may have made: matmul precision, TF32 in convolutions.
 
     TF32 has 10 bits of mantissa, bfloat16 has 7. With them a clipped sum could exceed its computed
     norm, and a user computed alone would differ from the same user computed with others.
@@ -162,7 +162,7 @@ def agrees_one_by_one(
     """Whether `user_updates` gives these users what `local_update` does.
 
     Args:
-        sizes: how many records of its row each user has. Default: all.
+        sizes: how many records of its row each user has, int of shape (k,). Default: all.
 
     Raises:
         RuntimeError: torch cannot vectorise the model, or it draws torch's random numbers.
@@ -170,15 +170,14 @@ def agrees_one_by_one(
     exact_float32()
     seeds = np.arange(len(labels), dtype=np.uint64)
     real = None if sizes is None else torch.from_numpy(sizes)
-    with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
+    with warnings.catch_warnings():  # vmap warns of operations that it is slow for
         warnings.simplefilter("ignore", UserWarning)
-        together = user_updates(
-            model, features, labels, training, keys=as_keys(seeds), real=real
-        ).values()
+        together = user_updates(model, features, labels, training, as_keys(seeds), real=real)
     ends = [None] * len(labels) if sizes is None else sizes.tolist()
     users = zip(features, labels, ends, seeds.tolist(), strict=True)
     alone = (local_update(model, x[:end], y[:end], training, seed) for x, y, end, seed in users)
-    flat = torch.cat([update.reshape(len(labels), -1) for update in together], dim=1).numpy()
+    rows = [update.reshape(len(labels), -1) for update in together.values()]
+    flat = torch.cat(rows, dim=1).numpy()
     return all(close(*pair, 1e-3) for pair in zip(flat, alone, strict=True))
 
 
@@ -191,7 +190,7 @@ def _updates(model: nn.Module, training: LocalTraining, users: _Users) -> list[n
 
 @dataclass(frozen=True)
 class _Trial:
-    """The updates of some users, to be computed where nobody's was computed before; picklable."""
+    """What a new process needs to compute the updates of some users; picklable."""
 
     make_model: ModelMaker
     parameters: dict[str, torch.Tensor]
@@ -199,7 +198,7 @@ class _Trial:
     users: _Users
 
     def in_another_process(self) -> list[np.ndarray]:
-        """`_updates`, by a new process."""
+        """The users' updates, computed by a new process."""
         name = self.make_model.name
         with tempfile.TemporaryDirectory(prefix="shufl-") as folder:
             path = Path(folder, "updates")
@@ -221,7 +220,7 @@ class _Trial:
         return updates
 
     def write(self, path: Path) -> None:
-        """Writes the updates to a file; in their place why there are none."""
+        """Writes the updates to a file, or why there are none."""
         try:
             model = self.make_model().train()
             load_sent(model, self.parameters)
@@ -232,6 +231,6 @@ class _Trial:
 
 
 def close(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
-    """Whether two updates differ by this part of their length at most; NaN equals NaN."""
+    """Whether two updates differ by at most `tolerance` of their length; NaN equals NaN."""
     scale = np.linalg.norm(np.nan_to_num(one.astype(float)))
     return np.allclose(one, other, rtol=0, atol=tolerance * scale + 1e-12, equal_nan=True)

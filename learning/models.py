@@ -74,11 +74,11 @@ class Additive(nn.Module):
 
 
 class Histogram(nn.Module):
-    """A model that gives every record the same k scores, its parameters, which start at zero.
+    """A model that gives every record the same k scores: its parameters, which start at zero.
 
-    One gradient step of the cross-entropy asks for `1/k - p`, p the shares of a user's labels; so
-    after one step by the mean of all users, at a learning rate of 1, 1/k and the parameters are the
-    shares of all.
+    A user's gradient of the cross-entropy is then `1/k - p`, where p are the shares of its labels.
+    After one step by the mean over all users, at a learning rate of 1, the parameters plus 1/k are
+    the shares over all users.
     """
 
     def __init__(self, input_shape: tuple[int, ...], outputs: int):
@@ -125,7 +125,7 @@ def build_model(
             model = make(form.input_shape, form.outputs, **(options or {}))
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                module.sparse = False  # reports are dense
+                module.sparse = False  # a report is dense
         with torch.no_grad():
             outputs = model.eval()(form.inputs(2))
     _refuse_what_has_no_loss(name, outputs, form)
@@ -153,7 +153,7 @@ class ModelMaker:
 
 
 def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
-    """The task must give each of two records a loss."""
+    """Refuses outputs from which the task does not get a loss for each of two records."""
     expected: dict[str, tuple[int, ...]] = {
         "classification": (2, form.outputs),
         "next-token": (2, *form.label_shape, form.outputs),
@@ -195,7 +195,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
-    """There must be a parameter to train, and every parameter must be finite."""
+    """Refuses a model without a parameter to train, or with one that is not finite."""
     if not trained(model):
         raise ConfigError(f"model {name} has no parameters to train")
     for path, parameter in model.named_parameters():
@@ -208,7 +208,7 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
 
 
 def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
-    """An update must depend on its own user's records alone, or clipping bounds nothing."""
+    """Refuses a model that mixes users' records in an update: clipping would bound nothing."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
@@ -228,7 +228,10 @@ def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
 
 
 def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
-    """The server steps in float32, broadcasts all that is not frozen, and compares its digests."""
+    """Refuses a model with trained parameters that are not float32, or a state that is not plain.
+
+    The server steps in float32, broadcasts all that is not frozen, and compares its digests.
+    """
     for path, parameter in trained(model).items():
         if parameter.dtype != torch.float32:
             raise ConfigError(
@@ -245,7 +248,7 @@ def _refuse_what_cannot_be_sent(name: str, model: nn.Module) -> None:
 
 @contextmanager
 def _as_plain(name: str, path: str, value: Any) -> Iterator[None]:
-    """Refuses a value of the model's state for which the block fails."""
+    """Refuses this value of the model's state if the `with` block fails."""
     try:
         yield
     except CODE_ERRORS as error:

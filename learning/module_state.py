@@ -1,4 +1,4 @@
-"""All that a module holds, and the way back to it, so that no user's update sees another's records.
+"""Records all that a module holds and puts it back, so that no update sees other users' records.
 
 A forward may leave something behind: a hidden state, a list of records, a running mean, a cache, a
 parameter that it wrote. One model object serves many users, one after another.
@@ -39,7 +39,7 @@ _UNCHANGING = (
     torch.iinfo, torch._C.ScriptFunction, torch._C.ScriptMethod, torch._C.ConcreteModuleType,
     torch._C.ParameterDict, torch._C.BufferDict, torch._C.ModuleDict,
 )  # fmt: skip
-"""What never changes, or holds nothing of a record. What a class or a Python module holds is
+"""Types whose objects never change, or hold nothing of a record. Classes and Python modules lie
 outside a model: `shufl.learning.model_trial` looks for models that keep something there."""
 
 _Contents = tuple[Any, ...]
@@ -54,9 +54,9 @@ _Slot = types.MemberDescriptorType
 class ModuleState:
     """What a module holds at this moment.
 
-    Its parameters, its buffers and whatever else can be reached from its attributes: tensors and
-    arrays, by value; what is in containers, objects, closures and default arguments; the states of
-    generators of random numbers. Caches of functions that it holds are emptied.
+    This is its parameters, its buffers and whatever else can be reached from its attributes:
+    tensors and arrays by value; the contents of containers, objects, closures and default
+    arguments; the states of generators of random numbers. The caches of its functions are emptied.
 
     Raises:
         StateError: something of it cannot be compared.
@@ -73,7 +73,7 @@ class ModuleState:
         self._tensors: list[tuple[str, torch.Tensor, torch.Tensor, int, bool, Any]] = []
         self._arrays: list[tuple[str, np.ndarray, np.ndarray, bytes]] = []
         self._values: list[tuple[str, Any, bytes]] = []
-        seen: dict[int, Any] = {}  # by id; the objects too, or an id might be used again
+        seen: dict[int, Any] = {}  # by id; while the objects are kept, no id is used again
         left: list[tuple[str, Any]] = [("", module)]
         while left:
             path, held = left.pop()
@@ -90,7 +90,7 @@ class ModuleState:
             The names of what had changed, such as `hidden` or `encoder.cache`.
 
         Raises:
-            StateError: something of it cannot be put back; all the rest is.
+            StateError: something cannot be put back; everything else has been.
         """
         changed: list[str] = []
         for path, held, kind, own, slots in self._objects:
@@ -156,7 +156,7 @@ class ModuleState:
     def _note(self, path: str, held: Any) -> Iterator[tuple[str, Any]]:
         """Notes one object; yields what it refers to, with the paths."""
         if isinstance(held, torch.jit.ScriptModule):
-            _ = held.forward  # which it keeps from when it is first asked for
+            _ = held.forward  # at the first use, the module keeps it in itself
         own = getattr(held, "__dict__", None)
         slots = [(slot, _held_in(slot, held)) for slot in _slots(type(held))]
         if isinstance(held, torch.Tensor) and _is_plain(held):
@@ -210,16 +210,16 @@ def _parts(held: Any) -> Iterable[Any] | None:
     if isinstance(held, functools.partial):
         return held.func, held.args, held.keywords
     if isinstance(held, (types.BuiltinFunctionType, types.MethodWrapperType)):
-        return (held.__self__,)  # of a method of an object; else of a module
+        return (held.__self__,)  # an object, or a Python module
     if isinstance(held, weakref.ReferenceType):
         return (held(),)
-    if isinstance(held, types.MappingProxyType):  # it and a view change nothing themselves
+    if isinstance(held, types.MappingProxyType):  # like a view, it cannot be changed itself
         return (*held.keys(), *held.values())
     return tuple(held) if isinstance(held, _VIEWS) else None
 
 
 def _slots(kind: type) -> list[_Slot]:
-    """The slots of a class: through them is found what a property of the same name hides."""
+    """The slots of a class; they also find a value that a property of the same name hides."""
     each = (vars(base).values() for base in kind.__mro__ if "__slots__" in vars(base))
     return [slot for slots in each for slot in slots if isinstance(slot, _Slot)]
 
@@ -234,7 +234,7 @@ def _held_in(slot: _Slot, held: Any) -> Any:
 def _is_of_python_alone(held: Any) -> bool:
     """Whether an object has nothing but its `__dict__` and its slots.
 
-    Then it is no larger than these: whatever else it has is of C, and is not seen from here.
+    Then it is no larger than these. A larger one holds something of C, which Python does not see.
     """
     kind = type(held)
     more = sum(getattr(kind, name) > 0 for name in ("__dictoffset__", "__weakrefoffset__"))
@@ -252,7 +252,7 @@ def _restore_tensor(
             if moved:
                 raise RuntimeError
             tensor.data.copy_(value)
-        except RuntimeError:  # or several of its entries lie in one place
+        except RuntimeError:  # it was moved, or several of its entries lie in one place
             tensor.data = value.clone()
     if tensor.requires_grad != trained or tensor._backward_hooks is not hooks:
         changed = True
@@ -264,7 +264,7 @@ def _restore_tensor(
 
 
 def _write(held: Any, value: Any) -> bool:
-    """Gives an object the state of a copy, if there is a way to."""
+    """Gives an object the state of a copy; returns whether there is a way to."""
     if isinstance(held, random.Random):
         held.setstate(value.getstate())
     elif isinstance(held, (np.random.RandomState, torch.Generator)):
@@ -291,7 +291,7 @@ def _pickled(path: str, held: Any) -> bytes:
 
 
 def _scripted(held: Any, tensors: bool = False) -> _Dict:
-    """The tensors that a module of TorchScript itself keeps, by name, or whatever else it does."""
+    """What a module of TorchScript keeps itself, by name: its tensors, or everything else."""
     kind: Any = torch._C.ConcreteModuleType
     names = kind.from_jit_type(held._type()).get_attributes()
     found = {name: held.getattr(name) for name in names}
@@ -322,7 +322,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the bits are the same, those of NaN too."""
     whole = _WHOLE.get(one.element_size(), torch.int64)
     bits = (each.resolve_conj().resolve_neg().reshape(-1).view(whole) for each in (one, other))
-    empty = one.is_meta and type(one) is torch.Tensor  # of a subclass, torch.equal may say more
+    empty = one.is_meta and type(one) is torch.Tensor  # torch.equal may compare a subclass
     return empty or torch.equal(*bits)
 
 

@@ -24,7 +24,7 @@ Records = tuple[torch.Tensor, torch.Tensor]
 """A user's features and labels."""
 
 _TOGETHER = 256  # most records of a group of users whose updates are computed together
-_ALONE = 7  # up to so many users are computed one by one: the imports of vmap take a second
+_ALONE = 7  # groups of at most this many users are computed one by one: to import vmap is slow
 _NUMBERS_TOGETHER = 2**22  # most numbers in the updates, or in the records, of a group
 
 
@@ -36,7 +36,7 @@ def raised(error: BaseException) -> str:
 
 
 class NodeUpdates:
-    """Computes updates; `together` says whether users may be computed together."""
+    """Computes the updates of a node's users; `together` is what `try_users` returned."""
 
     def __init__(
         self, make_model: Callable[[], nn.Module], training: LocalTraining, together: bool
@@ -48,7 +48,7 @@ class NodeUpdates:
         self._broken = False  # whether an error may have left the model as it should not be
 
     def load(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Takes over the parameters that a server has broadcast."""
+        """Loads the parameters that a server has broadcast."""
         self._mend()
         load_sent(self.model, parameters)
         self.model.train()
@@ -75,7 +75,7 @@ class NodeUpdates:
     def updates(
         self, records: Sequence[Records], seeds: np.ndarray
     ) -> Iterator[np.ndarray | BaseException]:
-        """The updates of a group, in order; an error stands in place of an update that failed.
+        """The updates of a group, in order; for an update that failed, its error.
 
         Args:
             records: of k users, who have equally many records.
@@ -84,7 +84,7 @@ class NodeUpdates:
         if self._together and len(records) > _ALONE:
             try:
                 updates = self._at_once(records, seeds)
-            except CODE_ERRORS as error:  # such as of a model that draws random numbers
+            except CODE_ERRORS as error:  # for example, the model draws random numbers
                 self._broken = True
                 log.info("updates are computed one by one: %s", raised(error))
             else:
@@ -102,7 +102,7 @@ class NodeUpdates:
         """`local_update` of users with equally many records, by vmap: shape (k, d)."""
         self._before()
         features, labels = map(torch.stack, zip(*records, strict=True))
-        with warnings.catch_warnings():  # of a vmap that is slow for one of the operations
+        with warnings.catch_warnings():  # vmap warns of operations that it is slow for
             warnings.simplefilter("ignore", UserWarning)
             updates = user_updates(self.model, features, labels, self._training, as_keys(seeds))
         return torch.cat([each.flatten(1) for each in updates.values()], dim=1).numpy()
@@ -123,6 +123,6 @@ class NodeUpdates:
             if self._state is not None:
                 self._state.restore()
         except Exception:  # putting the model back may raise anything
-            del self.model  # so that nobody sees what is in it, if no other can be made
+            del self.model  # if no other can be made, nobody sees what this one holds
             self.model = self._make_model()
             self.load(self._parameters)

@@ -61,10 +61,10 @@ def frozen_digest(model: nn.Module) -> str:
 
 
 def load_tensors(path: Path, **options: Any) -> Any:
-    """`torch.load` of a file after a look at its checksums, which torch does not check.
+    """`torch.load` of a file after a check of its checksums, which torch ignores.
 
     Raises:
-        Exception: the file is damaged; of any kind.
+        Exception: the file is damaged; of any class.
     """
     with zipfile.ZipFile(path) as archive:
         if (damaged := archive.testzip()) is not None:
@@ -80,7 +80,7 @@ def save_tensors(content: Any, file: BinaryIO) -> None:
     """
     try:
         torch.save(content, file)
-    except RuntimeError as error:  # torch's own account of it, in place of the file's
+    except RuntimeError as error:  # torch raises it while it handles the file's own error
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

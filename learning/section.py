@@ -12,10 +12,7 @@ from shufl.protocol.validation import ConfigError, Record, first_mistake, read_t
 
 
 class Section(Record):
-    """A table of the configuration; `read` and `checked` answer a mistake by a ConfigError.
-
-    Numpy's numbers are taken as Python's.
-    """
+    """A table of the configuration; a number of numpy's is taken as Python's."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -24,12 +21,24 @@ class Section(Record):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What a TOML file has."""
+        """The table that a TOML file holds.
+
+        Raises:
+            ConfigError: the file cannot be read, or a value is wrong.
+        """
         return cls.checked(path, read_file(path))
 
     @classmethod
     def checked(cls, source: object, content: Any) -> Self:
-        """What these values say; a mistake names `source` first."""
+        """The table of these values.
+
+        Args:
+            source: where the values come from; an error names it first.
+            content: keys and values.
+
+        Raises:
+            ConfigError: a key is unknown or missing, or a value is wrong.
+        """
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -37,7 +46,7 @@ class Section(Record):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values of a TOML file."""
+    """The values of a TOML file; a ConfigError if it cannot be read."""
     try:
         return read_toml(path)
     except OSError as error:

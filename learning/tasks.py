@@ -35,9 +35,10 @@ class Task:
 
     Attributes:
         loss: takes a model's outputs for r records and their labels, of shape (r, ...), and gives
-            each record its loss: float of shape (r,). A record's loss depends on this record alone;
-            a user's loss is the mean over its records.
-        metrics: takes the outputs and labels of all test records and gives numbers by name.
+            each record its loss: float of shape (r,). A record's loss must depend on this record
+            alone. A user's loss is the mean over its records.
+        metrics: takes a model's outputs for all test records and their labels, and gives numbers by
+            name.
         score: the metric that stands for the run.
     """
 
@@ -46,7 +47,15 @@ class Task:
     score: str
 
     def measure(self, outputs: Any, labels: torch.Tensor) -> dict[str, float]:
-        """All metrics, and the mean loss as `loss`, of outputs and labels of r records."""
+        """Measures a model.
+
+        Args:
+            outputs: of the model, for r records.
+            labels: of these records, shape (r, ...).
+
+        Returns:
+            All metrics by name, and the mean loss as `loss`.
+        """
         loss = float(self.loss(outputs, labels).double().mean())
         return {name: float(value) for name, value in self.metrics(outputs, labels).items()} | {
             "loss": loss
@@ -58,11 +67,12 @@ class Form:
     """What a record is made of, and what is learnt from it.
 
     Attributes:
-        input_shape: of a record, as the model gets it.
-        outputs: how many numbers the model gives: one for each class, or each number of a label.
+        input_shape: the shape of a record, as the model gets it.
+        outputs: how many numbers the model gives: one for each class, or for each number of a
+            label.
         input_type, label_type: `float32` or `int64`.
-        label_shape: of a record's label.
-        task: its name.
+        label_shape: the shape of a record's label.
+        task: the name of what is learnt.
     """
 
     input_shape: tuple[int, ...]
@@ -85,10 +95,10 @@ TYPES = {"float32": torch.float32, "int64": torch.int64}
 
 
 def load_task(name: str) -> Task:
-    """The task of that name, a key of TASKS or `module:callable`.
+    """The task of that name: a key of TASKS, or `module:callable`.
 
     Raises:
-        ConfigError: there is none, or it is not a task.
+        ConfigError: there is no such task, or the callable gives something else.
     """
     task = find("data.task", name, TASKS)
     if callable(task):
@@ -99,7 +109,7 @@ def load_task(name: str) -> Task:
 
 
 def loss_of(name: str) -> Loss:
-    """The task's loss; it can be pickled."""
+    """The loss of the task of that name; picklable."""
     return load_task(name).loss if name in TASKS else _NamedLoss(name)
 
 
@@ -139,7 +149,7 @@ def _errors(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
 
 
 PADDING = -100
-"""A label that no token has: such places of a record do not count."""
+"""The label of a place that holds no token; it counts neither in the loss nor in a metric."""
 
 
 def _token_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -173,12 +183,15 @@ _BATCH = 1000
 def evaluate(
     model: nn.Module, features: torch.Tensor, labels: torch.Tensor, measure: Measure
 ) -> dict[str, float]:
-    """What `measure` gives of a copy in eval mode, in batches, on the device of the data.
+    """Measures a model on test records, in batches, on the device of the records.
 
-    Features and labels are of shape (r, ...).
+    Args:
+        model: stays as it is: a copy in eval mode is measured.
+        features, labels: of r records, shape (r, ...).
+        measure: takes all outputs and the labels.
     """
     model = copy.deepcopy(model).to(features.device).eval()
-    # Of a copy, which a forward may change in place.
+    # A forward may change what it gets in place, so it gets a copy.
     parts = [model(batch.clone()) for batch in features.split(_BATCH)]
     outputs = parts[0]
     if len(parts) > 1:
@@ -193,7 +206,7 @@ def outside(labels: torch.Tensor, classes: int, task: str) -> torch.Tensor:
 
 
 def wrong_tensor(thing: Any, *dtypes: torch.dtype) -> str:
-    """What is needed, and what was given instead; empty if it is a tensor of one of these types."""
+    """Says that a tensor of one of these types is needed, and what was given; "" for such a one."""
     is_tensor, kind = isinstance(thing, torch.Tensor), type(thing).__name__
     if is_tensor:
         layout = "nested" if thing.is_nested else thing.layout

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 CODE_ERRORS = (Exception, SystemExit)
-"""What your code may raise: `sys.exit()` would end the command without a word."""
+"""What your code may raise. SystemExit, of `sys.exit()`, would end the command without a word."""
 
 MOVED = {
     f"shufl.simulator.data.held_out:{name}": f"shufl.learning.data.datasets:held_out_{name}"
     for name in ("mnist", "fashion_mnist")
 }
-"""Names in configurations of 0.1.0, which published results have, and what they mean now."""
+"""Names in configurations of 0.1.0, which published results use, and their present names."""
 
 _CARRIED = "object:"  # begins the name of an object
 _DEPTH = 1000  # Python's usual limit of recursion
@@ -49,12 +49,12 @@ class Carried(str):
     """An object of your program, under the name that stands for it in a configuration.
 
     It travels to other processes by cloudpickle, together with the functions and classes of a
-    notebook. A process opens it when it is first asked for, because your modules may have to be
-    made importable before. After `put_in_ray` it travels as a reference.
+    notebook. A process unpacks it at the first use, because your modules may have to be made
+    importable before. After `put_in_ray` it travels as a reference.
     """
 
     def __new__(cls, name: str, value: Any = None, packed: Any = None) -> Carried:
-        """Takes the object itself, or `packed`: what `_pack` or Ray made of it."""
+        """Takes the object itself, or `packed`: its bytes from `_pack`, or Ray's reference."""
         self = super().__new__(cls, name if is_carried(name) else _CARRIED + name)
         self._packed = packed
         if packed is None:
@@ -154,7 +154,7 @@ def your_code(failure: str, quote: Kinds = (BaseException,)) -> Iterator[None]:
     """Runs your code in a `with` block; every error of it becomes one line.
 
     Args:
-        failure: what has failed then: the line begins with it.
+        failure: the beginning of the line: what has failed.
         quote: the kinds of errors whose text the line quotes; of any other error it names the kind
             and the place. `()` is for code that has users' records: an error might quote one.
 
@@ -177,7 +177,7 @@ def one_line(error: BaseException, quote: Kinds = (BaseException,)) -> str:
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     quoted = isinstance(error, quote)
-    if isinstance(error, TypeError) and frames:  # of a call of ours that does not fit
+    if isinstance(error, TypeError) and frames:  # our own call did not fit: no record is quoted
         quoted = quoted or Path(frames[-1][0].f_code.co_filename).is_relative_to(_OURS)
     said = text.one_line(str(error)) if quoted else ""
     if isinstance(error, SystemExit):
@@ -202,10 +202,10 @@ def is_installed(path: Path) -> bool:
 
 @contextmanager
 def usual_settings() -> Iterator[None]:
-    """Gives Python, numpy and torch the global settings with which they start, for a while.
+    """Gives Python, numpy and torch the global settings that they start with, in a `with` block.
 
-    So what your program, or a module of yours when it is imported, has set does not change a run;
-    at the end it is set again. Torch's settings for speed and for determinism stay as they are.
+    So settings of your program, or of a module of yours at its import, do not change a run; at the
+    end they are put back. Torch's settings for speed and for determinism stay as they are.
     """
     import torch
 

@@ -19,12 +19,12 @@ class EngineFailed(RuntimeError):
 class Engine(Protocol):
     """Plays the rounds of a run; `ENGINES` has the engines by name.
 
-    Making an engine from an experiment is the check before any work.
+    To make an engine from an experiment is also the check whether it can run it.
 
     Attributes:
         description: one line for the start of a run and for its summary.
         gradients: how users' gradients are computed.
-        nodes: `simulated` or `real`; a run does not change from one to the other.
+        nodes: `simulated` or `real`; a run that is resumed must have the same.
         repeats_releases: whether a round played again with the same seed, from the same model,
             makes the same release to the bit.
     """
@@ -43,28 +43,23 @@ class Engine(Protocol):
 
     @staticmethod
     def check(config: Config, parameters: int) -> None:
-        """Refuses what this engine, or this machine, cannot run; making the engine does so too.
+        """Refuses what this engine, or this machine, cannot run; `__init__` refuses it too.
 
         Args:
             config: with the number of users decided.
             parameters: d, the number of the model's trained parameters.
 
         Raises:
-            ConfigError: before anything that takes time, such as a search for noise.
+            ConfigError: the run is refused, before anything that takes time.
         """
 
-    def run(
-        self,
-        training: TrainingSettings,
-        observe: Observe,
-        stop: threading.Event,
-    ) -> RunEnd:
+    def run(self, training: TrainingSettings, observe: Observe, stop: threading.Event) -> RunEnd:
         """Plays rounds until the budget, the plan's last round, or an interrupt.
 
         Args:
             training: the server's side, with the run's folder.
             observe: called after every round.
-            stop: ends the run in order when it is set; the engine too may set it, as it fails.
+            stop: when it is set, the run ends in order. The engine may set it too, as it fails.
 
         Raises:
             EngineFailed, RoundFailed, ShufflerError, TimeoutError: the run ended early.
@@ -75,7 +70,7 @@ ENGINES: dict[str, str | type] = {
     "flower": "shufl.simulator.engines.flower:FlowerEngine",
     "vectorised": "shufl.simulator.engines.vectorised:VectorisedEngine",
 }
-"""Each engine's `Engine`, as `module:class` or the class itself, by its name in a configuration."""
+"""Each engine by its name in a configuration: `module:class`, or the class itself."""
 
 
 def engine_of(name: str) -> Any:

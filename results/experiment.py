@@ -29,12 +29,12 @@ from shufl.server import MakeAggregator, Mean, Optimiser
 from shufl.shuffler import usual_sealing
 
 Check = Callable[[Config, int], None]
-"""Takes a configuration and its model's number of parameters; refuses by a ConfigError."""
+"""Takes a configuration and d, its model's number of parameters; refuses by a ConfigError."""
 
 
 @dataclass(frozen=True)
 class ShufflerOf:
-    """Says to which shuffler, numbered from 0, a user reports: to its node's. Picklable."""
+    """Says to which shuffler, numbered from 0, a user reports: the one of its node. Picklable."""
 
     nodes: int
     shufflers: int
@@ -44,7 +44,7 @@ class ShufflerOf:
         return shuffler_of(users % self.nodes, self.shufflers)
 
     def crowds(self, users: int) -> tuple[int, ...]:
-        """How many of `users` users report to each shuffler."""
+        """How many users report to each shuffler, of users with the ids 0 to `users` - 1."""
         crowds = [0] * self.shufflers
         for node in range(self.nodes):
             crowds[shuffler_of(node, self.shufflers)] += len(range(node, users, self.nodes))
@@ -58,7 +58,7 @@ class Experiment:
     Attributes:
         config: resolved: n, delta and the minimum batch are numbers.
         plan: the privacy plan.
-        halting_round: rounds the budget allows under the plan's accountant, at least 1.
+        halting_round: how many rounds the budget allows by the plan's accountant, at least 1.
         parameters: d, the number of the model's trained parameters.
         dataset: the data, mapped to features if there is a map.
         partition: which records belong to which user.
@@ -66,9 +66,11 @@ class Experiment:
         task: what is learnt.
         make_model: builds the initial model; picklable.
         local_training: how users compute their updates.
-        make_aggregator: begins what estimates the mean update of a shuffler's batch.
+        make_aggregator: makes an aggregator, which estimates the mean update of one shuffler's
+            batch.
         together: whether users' updates may be computed together; see `try_users`.
-        unused: why what was searched for does not use up the target, or None.
+        unused: why the plan that a search found does not use up its target; None: it does, or
+            nothing was searched for.
     """
 
     config: Config
@@ -98,11 +100,11 @@ class Experiment:
 
     @property
     def users_by(self) -> str:
-        """Who is one user, for the start of a run; a dealt user may be made of many people."""
+        """Who counts as one user, for the start of a run."""
         by = self.config.data.users_by
         if self.config.data.partition == "natural":
             return by
-        named = self.dataset.users is not None
+        named = self.dataset.users is not None  # a dealt user has records of many people
         return f"{by}{', not those of the data' * named} (what each gets is taken for one person's)"
 
     @property
@@ -131,7 +133,10 @@ class Experiment:
 def prepare(config: Config, check: Check = lambda config, parameters: None) -> Experiment:
     """Loads the dataset, computes its features and decides every value.
 
-    A search for what the plan leaves open comes last, because it takes time; `check` comes before.
+    Args:
+        config: of the run.
+        check: refuses what an engine cannot run. It is called before a search for what the plan
+            leaves open, which takes time. Default: nothing is refused.
 
     Raises:
         ConfigError: values do not fit each other or the data, or the dataset is not there; see also
@@ -146,7 +151,7 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
         )
     config, partition = _resolve(config, dataset)
     name, data = config.model.name, config.data
-    find("model", name, MODELS)  # what is imported may be found only afterwards
+    find("model", name, MODELS)  # its import may make other modules importable
     code = "" if is_carried(name) else code_digest([name])
     dataset = load_records(data.dataset, data.features)
     form = dataset.form(data.task)
@@ -190,20 +195,21 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
 
 
 def initial_model(config: Config) -> nn.Module:
-    """The model of a run before its first round; every value of `config` is decided."""
+    """The model of a run before its first round; `config` has every value decided."""
     form = load_records(config.data.dataset, config.data.features).form(config.data.task)
     return model_maker(config, form)()
 
 
 def _check_options(config: Config) -> None:
     """Refuses options that the algorithm does not take."""
-    name = config.training.algorithm
-    if config.training.algorithm_options:
-        if name == "fedsgd":
-            raise ConfigError("training.algorithm_options must be empty for fedsgd")
-        step = STEPS.get(name) or find("training.algorithm", name, {})
-        with your_code(f"training.algorithm_options are none of {name}"):
-            inspect.signature(step).bind(*[None] * 5, **config.training.algorithm_options)
+    name, options = config.training.algorithm, config.training.algorithm_options
+    if not options:
+        return
+    if name == "fedsgd":
+        raise ConfigError("training.algorithm_options must be empty for fedsgd")
+    step = find("training.algorithm", name, STEPS)
+    with your_code(f"training.algorithm_options are none of {name}"):
+        inspect.signature(step).bind(*[None] * 5, **options)
 
 
 def begin_anew(config: Config) -> None:
@@ -219,17 +225,17 @@ def begin_anew(config: Config) -> None:
 
 
 _NO_METRICS = {
-    *("round", "rounds", "epsilon", "epsilons", "outcome", "users_present", "smallest_crowd"),
-    *("reports", "rejected", "reasons", "silent_nodes", "score", "seconds", "doubt", "loss"),
-    *("engine", "noise", "device", "precision", "gradients", "stopped_by", "delta", "adjacency"),
-    *("shuffler_blankets", "least_present", "fewest_users_present", "accountant", "versions"),
-    *("target_epsilon", "mixing", "central_noise", "users", "users_by"),
-}
-"""Names that rows of metrics.jsonl and summaries use for something else."""
+    "round", "rounds", "epsilon", "epsilons", "outcome", "users_present", "smallest_crowd",
+    "reports", "rejected", "reasons", "silent_nodes", "score", "seconds", "doubt", "loss", "engine",
+    "noise", "device", "precision", "gradients", "stopped_by", "delta", "adjacency", "users",
+    "shuffler_blankets", "least_present", "fewest_users_present", "accountant", "versions",
+    "target_epsilon", "mixing", "central_noise", "users_by",
+}  # fmt: skip
+"""Names that a task's metrics must not have: metrics.jsonl and summaries use them."""
 
 
 def _try_task(name: str, task: Task, make_model: ModelMaker, dataset: Dataset) -> None:
-    """Refuses a task of yours that does not measure a model on test records."""
+    """Refuses a task of yours whose metrics fail on test records, or have the wrong names."""
     features, labels = dataset.inputs(dataset.test_features[:10]), dataset.test_labels[:10]
     failure = f"data.task {name} cannot measure the model on test records"
     with your_code(failure, quote=()):
@@ -252,7 +258,7 @@ def _try_optimiser(config: Config, model: nn.Module, parameters: int) -> None:
         own.step(own.build(model), model, nothing, 1)
     with your_code(f"training.averaging cannot be had for model {config.model.name}"):
         if (average := own.average_of(model)) is not None:
-            average.update_parameters(model)  # a copy
+            average.update_parameters(model)  # the first call copies, the second one averages
             average.update_parameters(model)
 
 
@@ -295,18 +301,17 @@ def optimiser(config: Config, rounds: int) -> Optimiser:
 
 
 def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:
-    """Every value that depends on another one, decided; and which records are whose."""
+    """Decides every value that depends on another one, and which records belong to which user."""
     privacy, shuffler, owners = config.privacy, config.shuffler, dataset.users
     task = dataset.form(config.data.task).task
     if task != dataset.task_name:
         check_task(config.data.dataset, dataset, task)
     load_task(task)
     scheme = config.data.partition or ("iid" if owners is None else "natural")
-    natural = owners is not None and scheme == "natural"
-    everybody = len(dataset.train_labels if owners is None or not natural else owners.unique())
-    users = config.data.users or everybody
+    natural = owners if scheme == "natural" else None
+    users = config.data.users or len(dataset.train_labels if natural is None else natural.unique())
     data = config.data.model_copy(update={"users": users, "partition": scheme, "task": task})
-    partition = load_partition(data, config.data_seed)  # or refuses
+    partition = load_partition(data, config.data_seed)
     if config.window is not None and data.most_records is None:
         data = data.model_copy(update={"most_records": partition.most_records})
     if shuffler.number > min(config.simulation.nodes, users):

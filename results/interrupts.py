@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_WAKEUPS: list[int] = []  # descriptors that are in force, the innermost last
+_WAKEUPS: list[int] = []  # the descriptors that `interrupts` has set, the innermost last
 
 
 def _forget_wakeups() -> None:
-    """A forked child's signals are its own."""
+    """In a forked child: its signals must not end the parent's run."""
     if _WAKEUPS:
         signal.set_wakeup_fd(-1)
         _WAKEUPS.clear()
@@ -24,14 +24,14 @@ os.register_at_fork(after_in_child=_forget_wakeups)
 
 @contextmanager
 def interrupts(stop: threading.Event) -> Iterator[None]:
-    """Turns the first SIGINT or SIGTERM into `stop`; then the old handlers are back.
+    """Sets `stop` at the first SIGINT or SIGTERM, and then puts the old handlers back.
 
     Every SIGHUP sets `stop`, since a closing terminal may send several, unless SIGHUP is ignored
     (`nohup`).
 
-    The system may give a signal to any thread. Python then calls the handler in the main thread,
-    which may sleep until the run ends. So a thread that reads the wakeup descriptor sets `stop` at
-    once; it passes all signals on to the descriptor that was set before.
+    The system may give a signal to any thread. Python calls the handler in the main thread, which
+    may sleep until the run ends. So another thread reads the wakeup descriptor and sets `stop` at
+    once. It passes all signals on to the descriptor that was set before.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

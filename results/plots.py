@@ -28,7 +28,7 @@ def check_format(option: str, path: Path) -> None:
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000", "#777")
 _MARKERS = "os^DvPX*<"
-"""Okabe and Ito's colours can be told apart by the colour-blind; markers on a grey print."""
+"""The colour-blind can tell Okabe and Ito's colours apart; markers differ on a grey print."""
 
 
 @contextmanager
@@ -36,11 +36,11 @@ def draw(*paths: Path) -> Iterator[Any]:
     """Gives the axes of a plot in a `with` block; then writes the plot to each path.
 
     The ending of a path names the format. Lines differ in colour and marker. The legend stands
-    below, and a logarithmic axis says so.
+    below the plot. The label of a logarithmic axis says that it is one.
     """
     from cycler import cycler
     from matplotlib import rc_context
-    from matplotlib.figure import Figure  # a notebook's pyplot is left alone
+    from matplotlib.figure import Figure  # not by pyplot, whose state may be a notebook's
     from matplotlib.ticker import LogFormatter
 
     from shufl.results.ticks import PlainNumbers
@@ -50,7 +50,7 @@ def draw(*paths: Path) -> Iterator[Any]:
         "axes.prop_cycle": cycler(color=colours) + cycler(marker=markers),
         "lines.markersize": 5,
         "lines.linewidth": 1.2,
-        "text.parse_math": False,  # a text of yours may have two dollars
+        "text.parse_math": False,  # two dollars in a text of yours are no formula
     }
     with rc_context(styles):
         figure = Figure(figsize=(6, 4.4), layout="constrained")

@@ -22,7 +22,7 @@ class RoundProgress:
         self._played = 0
         self._target = target_epsilon
         self._score = ""
-        self._started: float | None = None
+        self._started = 0.0  # when the first round had ended
         self._every = max(1, rounds // 20)
         self._bar = Progress(
             TextColumn("round {task.completed:>4.0f}/{task.total:.0f}", markup=False),
@@ -43,10 +43,12 @@ class RoundProgress:
     def __call__(self, record: RoundRecord, every_pair: float | None = None) -> None:
         """Shows one finished round.
 
-        `every_pair` is ε so far by `blanket`, if another accountant halts the run.
+        Args:
+            record: of the round.
+            every_pair: ε so far by `blanket`, if another accountant halts the run.
         """
-        first = self._started is None
-        score = self._score  # of an earlier round, which it names
+        first = self._played == 0
+        score = self._score  # it names the earlier round that it is of
         if (value := record.metrics[record.score]) is not None:
             score = f"  {record.score} {score_text(record.score, value, 1)}"
             self._score = f"{score} in round {record.round}"
@@ -55,11 +57,11 @@ class RoundProgress:
         status = f"{reports}{score}  ε {epsilon_text(record.epsilon)} of {self._target:g}"
         if every_pair is not None:
             status += f", {epsilon_text(every_pair)} for every pair"
-        if self._started is None:  # after the first round, which warms up
+        if first:  # it is left out of the later speeds, because it warms up
             self._started, speed = time.monotonic(), 1 / record.seconds
         else:
-            self._played += 1
             speed = self._played / (time.monotonic() - self._started)
+        self._played += 1
         left = datetime.timedelta(seconds=round((self._rounds - record.round) / speed))
         status += f"  {speed:.3g} rounds/s, {left} left"
         if record.rejected:

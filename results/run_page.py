@@ -40,10 +40,10 @@ Row = dict[str, Any]
 """A row of metrics.jsonl, an accountant's of `epsilon_rows`, or a summary."""
 
 Part = dict[str, Any]
-"""A part of a page.
+"""A part of a page, with any of these keys.
 
-It has any of `title`; `note`, a paragraph; `facts`, names and values; `plot`, the address of an
-image, and `alt`, what it shows; `table`; `lines` of a list; `files`, names and contents, folded.
+`title`; `note`, a paragraph; `facts`, names and values; `plot`, the address of an image, and `alt`,
+what it shows; `table`; `lines` of a list; `files`, names and contents, which are folded.
 """
 
 _WORDS = {
@@ -62,7 +62,7 @@ _WORDS = {
     "least_present": "fewest users present",
     "accountant": "halting accountant",
 }
-"""What the docs call the keys of a plan; in others underscores become spaces."""
+"""What the docs call these keys of a plan; in all others underscores become spaces."""
 
 
 def page_of_run(folder: Path) -> str:
@@ -84,7 +84,7 @@ def page_of_run(folder: Path) -> str:
     path = folder / "summary.json"
     summary: Row = json.loads(path.read_bytes()) if path.exists() else {}
     if summary.get("rounds") != spent:
-        summary = {}  # of an earlier end: the run goes on, or was killed after it was resumed
+        summary = {}  # of an earlier end: the run goes on, or was resumed and killed
     epsilons = summary.get("epsilon") or epsilon_rows(
         epsilon_table(plan, spent, too_few_present(plan, rows, spent))
     )
@@ -121,7 +121,7 @@ def _facts(
     epsilons: dict[str, Row],
     summary: Row,
 ) -> Iterator[tuple[str, str]]:
-    """What matters first; `summary` is empty if the run has not ended."""
+    """The most important facts of a run first; `summary` is empty if the run has not ended."""
     yield "halting ε", _told(epsilons, plan.accountant)
     least = for_every_pair({name: row["epsilon"] for name, row in epsilons.items()})
     if least is not None and least != plan.accountant:
@@ -145,7 +145,7 @@ def _facts(
 
 
 def _plots(plan: PrivacyPlan, rows: list[Row]) -> Iterator[Part]:
-    """The score against ε, and reports and score round by round, as far as there are any."""
+    """Plots of the score against ε and of reports and score by round, if there are rounds."""
     if not rows:
         return
     score = rows[0]["score"]
@@ -190,7 +190,7 @@ def what_trained(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, 
 
 
 def origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
-    """Command, commit and dates of starts or results; older ones may lack some."""
+    """The commands, commits and dates of runs or results; "unknown" if none of them has any."""
     command, commit, dates = (
         sorted({each[key] for each in starts} - {""}) for key in ("command", "commit", "date")
     )
@@ -222,7 +222,7 @@ def render(template: str, title: str, subtitle: str, sections: list[Part]) -> st
 
 
 def image(plot: Callable[..., Any], *drawn: Any) -> str:
-    """An image as a data URL of SVG; `plot` draws it to a file, its last argument."""
+    """A plot as a data URL of SVG; `plot` gets the objects to draw, and last a file's path."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plot.svg"
         plot(*drawn, path)

@@ -29,11 +29,10 @@ from shufl.server import RunEnd
 ENROLLED = "as the authority enrolled them (each node's log says by which column)"
 """Where the users of real nodes come from."""
 
-
 _OF_PLAN = (
-    *("users", "delta", "adjacency", "shuffler_blankets", "mixing", "central_noise"),
-    *("least_present", "accountant", "target_epsilon"),
-)
+    "users", "delta", "adjacency", "shuffler_blankets", "mixing", "central_noise",
+    "least_present", "accountant", "target_epsilon",
+)  # fmt: skip
 
 
 def summarise(

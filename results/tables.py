@@ -29,12 +29,12 @@ _SHARES = {"accuracy", "macro_f1"}
 
 
 def score_text(name: str, value: float, digits: int = 2) -> str:
-    """A metric's value, as it is shown; a percentage with `digits` digits after the point."""
+    """A metric's value as text; a percentage has `digits` digits after the point."""
     return f"{value:.{digits}%}" if name in _SHARES else f"{value:.4g}"
 
 
 def score_axis(name: str) -> tuple[str, float]:
-    """A metric's name on a plot's axis, and by what its values are multiplied there."""
+    """A metric's label on a plot's axis, and the factor of its values there."""
     return (f"test {name} (%)", 100.0) if name in _SHARES else (f"test {name}", 1.0)
 
 
@@ -45,7 +45,7 @@ def scores_of(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
 
 
 def last_doubt(rows: list[dict[str, Any]]) -> str:
-    """The last doubt that a round's row states, for the run's operator to look into; or nothing.
+    """The last doubt that a round's row states, for the run's operator to look into; "" if none.
 
     A later round without a doubt does not take it back.
     """
@@ -59,9 +59,9 @@ _MAY_BE_KNOWN = {RoundOutcome.RELEASED, RoundOutcome.LOST}
 def too_few_present(plan: PrivacyPlan, rows: list[dict[str, Any]], rounds: int) -> bool:
     """Whether one of the first `rounds` rounds may have been released with too few users.
 
-    Too few is less than the plan's `least_present`, which accountants that count on others price.
-    If such an accountant halts the run, a batch of too few users is destroyed; otherwise it is
-    released. A round without a row in metrics.jsonl may have been one.
+    Accountants that count on other users price at least `least_present` of them, as the plan says.
+    If such an accountant halts the run, a batch of fewer users is destroyed; otherwise it is
+    released. A round without a row in metrics.jsonl may have been released with fewer.
     """
     if plan.make_accountant().counts_on_others:
         return False
@@ -87,7 +87,7 @@ AS_PLANNED = (
 
 
 def epsilon_cells(rows: dict[str, dict[str, Any]], halting: str = "") -> list[list[str]]:
-    """The table of `epsilon_rows`, its heads first; with ε as planned of a run that was stopped."""
+    """The table of `epsilon_rows`, its heads first; a run that was stopped has ε as planned too."""
     stopped = any("planned" in row for row in rows.values())
     cells = [["accountant", *(["ε so far", "ε as planned"] if stopped else ["ε"]), "holds for"]]
     for name, row in rows.items():
@@ -110,23 +110,21 @@ def for_every_pair(epsilons: dict[str, float | None]) -> str | None:
 def print_epsilons(
     console: Console, title: str, rows: dict[str, dict[str, Any]], halting: str = ""
 ) -> None:
-    """Prints the table of `epsilon_rows`, and with it a `lower_bound` where there is one."""
+    """Prints the table of `epsilon_rows`; `halting` is the accountant that halts the run."""
     table = Table(title=title, title_justify="left")
-    (first, *epsilons, last), *cells = epsilon_cells(rows, halting)
-    table.add_column(first)
-    for head in epsilons:
-        table.add_column(head, justify="right")
-    table.add_column(last)
+    heads, *cells = epsilon_cells(rows, halting)
+    for head in heads:
+        table.add_column(head, justify="right" if head.startswith("ε") else "left")
     for row in cells:
         table.add_row(*row)
     console.print(table)
-    if len(epsilons) > 1:
+    if "ε as planned" in heads:
         console.print(AS_PLANNED, highlight=False)
 
 
 def holds_for(row: dict[str, Any]) -> str:
     """What an ε of `epsilon_rows` holds for, or why there is none."""
-    if row["epsilon"] is None:  # all there is to say is why
+    if row["epsilon"] is None:
         return row["warning"] or ""
     text: str = row["covers"]
     if row["warning"]:

@@ -1,4 +1,4 @@
-"""Numbers at the axes of plots; imported where one is drawn, since matplotlib takes a while."""
+"""Numbers at the axes of plots. Only `plots.draw` imports this: matplotlib takes a while."""
 
 from matplotlib.ticker import LogFormatter
 

@@ -2,8 +2,9 @@
 
 Each round is real: the clients' `Node` flips coins, computes updates from records, clips, adds
 noise and seals; a shuffler process collects and releases; the server's code opens and sums. The
-gradients of the model are known, so that user 0, the canary, can hold one of two records that are
-as far apart as the adjacency allows. What the server then has is compared between the two worlds.
+gradients of the model are known. So user 0, the canary, can hold one of two records whose updates
+are as far apart as the adjacency allows. An adversary compares what the server has in the two
+worlds.
 """
 
 from __future__ import annotations
@@ -20,11 +21,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from shufl.accounting import PrivacyPlan, accountants_for
-from shufl.accounting.audit.attack import (
-    AuditResult,
-    ClaimCheck,
-    delta_lower_bound,
-)
+from shufl.accounting.audit.attack import AuditResult, ClaimCheck, delta_lower_bound
 from shufl.accounting.audit.placements import AttackedRound, Placement
 from shufl.clients import Announcement, ClientSettings, Node, Simulated
 from shufl.learning import LocalTraining, UserRecords
@@ -44,12 +41,12 @@ from shufl.shuffler import (
 
 DIMENSION = 2
 Record = Literal["plus", "minus", "zero"]
-"""A user's clipped update: C (-1, 1)/√2, its negative, or 0."""
+"""The clipped update of a user's record: C (-1, 1)/√2, its negative, or 0."""
 
 Others = Record | Literal["absent"]
 """What all other users hold; `absent`: the server asks the canary alone."""
 
-_PLACES = {"plus": 1.0, "minus": -1.0, "zero": 0.0}  # of an update, in clip norms
+_PLACES = {"plus": 1.0, "minus": -1.0, "zero": 0.0}  # an update's length along (-1, 1), over C
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,9 @@ class CanaryRound:
     """All that the server has after one round.
 
     Attributes:
-        reports: in the order of the release, with blankets: float64 of shape (k, 2). With sums it
-            is the one sum, without the noise that the server would add.
-        aggregate: their sum, as training would use it; None if nothing was released.
+        reports: k reports and blankets in the order of the release, float64 of shape (k, 2). With
+            sums it is the one sum, without the noise that the server would add.
+        aggregate: their mean, as training would use it; None if nothing was released.
     """
 
     reports: np.ndarray
@@ -81,13 +78,13 @@ class _MeanAndReports(Mean):
 Score = Callable[[CanaryRound], float]
 """The adversary: a high score speaks for the world in which the canary holds "plus"."""
 
-_SECONDS = 600.0  # for a node to submit in
+_ROUND_SECONDS = 600.0  # in which a node submits
 
 
 def projections(round: CanaryRound, plan: PrivacyPlan) -> np.ndarray:
-    """Each report along the canary's direction, in clip norms, shape (k,), in release order.
+    """Each report's length along the canary's direction, in clip norms: float64 of shape (k,).
 
-    The other direction holds noise only.
+    The order is that of the release. Across this direction there is noise only.
     """
     direction = np.array([-1.0, 1.0]) / np.sqrt(2.0)
     return np.asarray(round.reports @ direction / plan.mechanism.clip_norm)
@@ -122,9 +119,12 @@ def canary_rounds(
         plan: its budget must allow all rounds.
         canary: what user 0 holds.
         others: what all other users hold.
-        shuffler: a running process, which draws blankets and order from a source of its own.
+        shuffler: a running process; it draws blankets and order from a source of its own.
         seed: of the users' coins and noise; it must differ between the two worlds.
         make_node: builds the client's side.
+
+    Yields:
+        What the server has after each round.
 
     Raises:
         ShufflerError: the shuffler does not answer or refuses.
@@ -192,7 +192,7 @@ class CanaryWorlds:
     replaced: tuple[CanaryRound, ...]
 
     def by_blocks(self, rounds: int) -> CanaryWorlds:
-        """Returns the same worlds, with every `rounds` rounds in a row joined into one."""
+        """The same worlds with every `rounds` rounds in a row joined into one."""
         joined = [
             tuple(
                 CanaryRound(np.concatenate([each.reports for each in world[i : i + rounds]]), None)
@@ -214,7 +214,7 @@ def run_canary(
     seed: int,
     make_node: Callable[[ClientSettings], Node] = Node,
 ) -> CanaryWorlds:
-    """Runs both worlds; see `canary_rounds`. One round is audited, `plan.rounds` is how often.
+    """Plays one round `plan.rounds` times in each of the two worlds; see `canary_rounds`.
 
     The budget does not end the rounds: they are repetitions of one, not a training run.
     """
@@ -236,12 +236,13 @@ def check_end_to_end(
     Args:
         plan: the plan under attack.
         epsilon: where δ(ε) is attacked, in [0, 700].
-        rounds: how many are run in each of the two worlds, at least 4; with allocation, blocks.
+        rounds: how many rounds are played in each of the two worlds, at least 4; with allocation,
+            how many blocks of rounds.
         confidence: the probability that no correct claim is found violated, in (0, 1).
         seed: of coins and noise.
 
     Returns:
-        A check for each accountant that claims something here.
+        A check for each accountant that makes a claim against this attack.
 
     Raises:
         ValueError: a value outside its range.

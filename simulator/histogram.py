@@ -1,8 +1,8 @@
 """A private histogram of a categorical column: its estimate, its error, and its simulation.
 
 Every user reports one category by `RandomisedResponse`, and the shuffler adds blankets. On real
-machines it is a run of `configs/histogram.toml`. Here reports are not made one by one but drawn as
-counts: all that a shuffler's release tells is how many reports there are of each category.
+machines this is a run of `configs/histogram.toml`. Here the reports are drawn as counts and not
+made one by one, since a shuffler's release tells only how many reports each category has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shufl.protocol import RandomisedResponse
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.plan_fields import AccountantName
 
-_CONFIDENT = 1.959964  # standard errors of 95 %
+_CONFIDENT = 1.959964  # half the width of a 95 % interval, in standard errors
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Histogram:
     """A server's estimate of how many users have each category.
 
     Attributes:
-        shares: of all users, shape (k,); unbiased, so that some may be below 0.
+        shares: of all users, shape (k,); they are unbiased, so that some may be below 0.
         errors: standard errors of the shares, shape (k,), from coins, answers and blankets.
     """
 
@@ -45,13 +45,13 @@ class Histogram:
         shufflers: int = 1,
         one_each: bool = False,
     ) -> Histogram:
-        """The shares, with standard errors that follow from the plan and the shares themselves.
+        """Adds the standard errors, which follow from the plan and the shares themselves.
 
         Args:
             shares: of all users, shape (k,).
             plan: of randomised response over k categories.
-            present: how many users were there. Default: all.
-            shufflers: how many; each adds its own blankets.
+            present: how many users were present. Default: all.
+            shufflers: the number of shufflers; each adds its own blankets.
             one_each: whether every user has one category. Otherwise a user may have records of many
                 categories, and its report varies more.
         """
@@ -73,10 +73,10 @@ class Histogram:
         return _CONFIDENT * self.errors
 
     def consistent(self) -> Histogram:
-        """The nearest shares of which none is below 0 and whose sum is 1, with the same errors.
+        """The nearest shares that are at least 0 and add up to 1, with the same errors.
 
-        The Euclidean projection on the simplex, which Wang et al. 2020, "Locally differentially
-        private frequency estimation with consistency", call Norm-Sub.
+        This is the Euclidean projection on the simplex; Wang et al. 2020, "Locally differentially
+        private frequency estimation with consistency", call it Norm-Sub.
         """
         falling = np.sort(self.shares)[::-1]
         excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(falling) + 1)
@@ -99,13 +99,21 @@ def plan_for(
     accountant: AccountantName = "blanket",
     local_epsilon: float | None = None,
 ) -> tuple[PrivacyPlan, str | None]:
-    """The plan of one round with about the least error that the target allows; its `unused_note`.
+    """The plan of one round with about the least error that the target allows.
 
-    It has no blankets if the accountant does not count them. `local_epsilon` is ε₀; None: the best
-    one.
+    Args:
+        users: n.
+        categories: k, at least 2.
+        target_epsilon, delta: of the round.
+        check_in_rate: γ.
+        accountant: prices the round. Without blankets, if it does not count them.
+        local_epsilon: ε₀ of a report. Default: the best one.
+
+    Returns:
+        The plan, and its `unused_note`.
 
     Raises:
-        ValueError: a value out of range, or nothing reaches the target.
+        ValueError: a value is out of range, or nothing reaches the target.
     """
     counts = ACCOUNTANTS[accountant].counts_on_blankets
     asked = OpenPlan(
@@ -131,11 +139,11 @@ def plan_for(
 
 
 class Column(NamedTuple):
-    """A column of a file.
+    """The values in a column of a file.
 
     Attributes:
-        counts: how many users report each category, from one row each: shape (k,).
-        shares: of each category among a user's rows, the mean over users: shape (k,).
+        counts: how many users have each category in the row that they report: shape (k,).
+        shares: each category's share of a user's rows, as a mean over users: shape (k,).
         rows: how many rows the file has.
     """
 
@@ -145,9 +153,13 @@ class Column(NamedTuple):
 
 
 def simulate(counts: np.ndarray, plan: PrivacyPlan, seed: int, one_each: bool = True) -> Histogram:
-    """What a server would estimate; `counts` are the users of each category, shape (k,).
+    """What a server would estimate.
 
-    `one_each` is as for `Histogram.of`.
+    Args:
+        counts: how many users report each category, shape (k,).
+        plan: of randomised response over k categories.
+        seed: of all that is random.
+        one_each: as for `Histogram.of`.
     """
     draw, k = np.random.Generator(np.random.Philox(key=seed)), len(counts)
     rate, truth = plan.check_in_rate, response_of(plan).truth
@@ -169,20 +181,20 @@ def count_column(
 ) -> Column:
     """Counts the users of a CSV file who report each category.
 
-    The first line names the columns, and each other line is a row: with quotes over several lines,
-    one that is left open would make a single value of many users.
+    The first line names the columns, and every other line is a row: a quote must end in its line,
+    since one that is left open would turn many users into a single value.
 
     Args:
         path: of the file.
-        column: holds the values.
-        categories: which values there may be.
+        column: the name of the column with the values.
+        categories: k values, all that there may be.
         other: whether the last category stands for any other value.
-        user_column: says whose a row is; then one row of each user counts, drawn at random. None:
-            each row is another user's.
-        seed: of the draw; None: the operating system's entropy.
+        user_column: the name of the column with users' ids. One row of each user counts, drawn at
+            random. Default: each row is another user's.
+        seed: of the draw. Default: the operating system's entropy.
 
     Raises:
-        ValueError: a line is not a row, a column is not there, a value is no category, or there are
+        ValueError: a line is not a row, a column is missing, a value is no category, or there are
             no rows. An error quotes only what looks like a category or like another user's id.
     """
     names: list[str] = []
@@ -241,7 +253,7 @@ def count_column(
 
 
 def _place(option: str, column: str, names: list[str]) -> int:
-    """Where a column is."""
+    """The index of a column; refuses a name that is missing, or that another looks like."""
     if column not in names:
         raise ValueError(f"{option}: {no_column(column, names)}")
     if list(map(looks, names)).count(looks(column)) > 1:

@@ -13,15 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3900,
-    "clients": 1187,
-    "deploy": 1938,
-    "learning": 2890,
-    "protocol": 1143,
-    "results": 1250,
-    "server": 1105,
-    "shuffler": 3170,
-    "simulator": 2780,
-    "src": 1759,
+    "clients": 1190,
+    "deploy": 1940,
+    "learning": 2880,
+    "protocol": 1150,
+    "results": 1240,
+    "server": 1110,
+    "shuffler": 3380,
+    "simulator": 2750,
+    "src": 1770,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

@@ -30,7 +30,7 @@ from shufl.protocol.validation import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset in memory, on the CPU; wherever a tensor stands, you may give an array of numpy.
+    """A dataset in memory, on the CPU. You may give an array of numpy in place of each tensor.
 
     Below, r is the number of training records or of test records.
 
@@ -47,19 +47,20 @@ class Dataset:
         ... )
 
     Attributes:
-        train_features, test_features: shape (r, ...). Type uint8 or float32, normalised by `scale`,
-            `mean` and `std`; or int64, such as the ids of tokens, which a model gets as they are.
+        train_features, test_features: shape (r, ...). Numbers of type uint8 or float32 are
+            normalised by `scale`, `mean` and `std`. A model gets int64, such as the ids of tokens,
+            as they are.
         train_labels, test_labels: classification: int64 of shape (r,), from 0 to `classes` - 1.
-            Regression: float32 of shape (r, ...). Next-token: int64 of shape (r, t), where -100
-            does not count. A task of your own: int64 or float32 of shape (r, ...).
+            Regression: float32 of shape (r, ...). Next-token: int64 of shape (r, t); a token
+            labelled -100 does not count. A task of your own: int64 or float32 of shape (r, ...).
         classes: the number of classes or tokens. Default: none, as for regression.
-        scale: what raw values are divided by, before `mean` and `std`. Default: 1.
+        scale: raw values are divided by it, before `mean` and `std`. Default: 1.
         mean, std: of the training features after that division: one number, or one for each
-            channel. Nothing protects them, so do not estimate them from users' data; those of the
-            datasets here are published constants. Default: 0 and 1.
-        users: whose each training record is: r ids, each text, bytes, a whole number, a UUID or a
-            tuple of these. In a run they are numbered from 0, in the order of appearance: int64 of
-            shape (r,). Default: the data do not say.
+            channel. Nothing protects them, so do not estimate them from users' data; the datasets
+            here have published constants. Default: 0 and 1.
+        users: the id of each training record's user: r ids, each text, bytes, a whole number, a
+            UUID or a tuple of these. A run numbers the users from 0, in the order of appearance:
+            int64 of shape (r,). Default: the data do not say.
         task: what is learnt: the name of a task (`data.task`), or a `Task`.
     """
 
@@ -96,9 +97,14 @@ class Dataset:
         return tuple(self.train_features.shape[1:])
 
     def form(self, task: str | None = None) -> Form:
-        """What a record is made of, for the task of this name; by default for the dataset's own.
+        """What a record is made of.
 
-        The name of an object is that of the dataset's own task: a configuration holds no more.
+        Args:
+            task: the task's name. Default: the dataset's own. The name of an object stands for
+                the dataset's own task too, since a configuration holds nothing but that name.
+
+        Returns:
+            Shapes and types of a record's features and label, and the number of outputs.
         """
         if task is None or is_carried(task):
             task = self.task_name
@@ -119,9 +125,14 @@ class Dataset:
         return Carried("task", self.task) if isinstance(self.task, Task) else self.task
 
     def inputs(self, raw: torch.Tensor) -> torch.Tensor:
-        """Raw records of shape (r, ...) as model input: float32 of that shape, normalised.
+        """Normalises records for a model.
 
-        Records of int64, and float32 ones that need no change, are returned as they are.
+        Args:
+            raw: r records as the dataset has them, of shape (r, ...).
+
+        Returns:
+            float32 of shape (r, ...). Records of int64, and float32 ones that need no change, are
+            returned as they are.
         """
         if raw.dtype == torch.int64:
             return raw
@@ -132,7 +143,7 @@ class Dataset:
 
     @property
     def normalises(self) -> bool:
-        """Whether records are changed before a model gets them."""
+        """Whether `inputs` changes records."""
         return (self.scale, self.mean, self.std) != (1.0, (0.0,), (1.0,))
 
     @functools.cached_property
@@ -144,7 +155,7 @@ class Dataset:
 
 def digits() -> Dataset:
     """1 797 handwritten digits, 8x8, values 0 to 16; a fixed fifth of them is the test set."""
-    # Only the file: every Ray worker would take a second to import scikit-learn.
+    # Its file is read without scikit-learn, whose import would take every Ray worker a second.
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",", dtype=np.float32)
     rows = rows[np.random.Generator(np.random.Philox(key=1797)).permutation(len(rows))]
@@ -214,9 +225,9 @@ def copy_archives(local: Path, cache: Path, folder: Path, pattern: str) -> None:
 
 
 def remove_cut_short(folder: Path, pattern: str) -> None:
-    """Removes unpacked files that are not as long as their gzip archives say, beside these.
+    """Removes unpacked files that are shorter or longer than the gzip archives beside them say.
 
-    torchvision unpacks what is missing, but takes a file as it is where its unpacking was killed.
+    torchvision unpacks a file that is missing, but keeps one whose unpacking was killed.
     """
     for archive in folder.glob(pattern):
         unpacked = archive.with_suffix("")
@@ -253,11 +264,11 @@ def cifar10() -> Dataset:
 def load_dataset(name: str | RecordFile) -> Dataset:
     """The dataset of that name or file, kept in memory for the process.
 
-    A name is a key of DATASETS, or `module:callable`. The callable takes nothing and returns a
-    `Dataset`, the same one at every call: each process that needs it calls it anew.
+    A name is a key of DATASETS, or `module:callable`. The callable takes no arguments and returns
+    a `Dataset`. Each process calls it anew, so every call must return the same data.
 
     Raises:
-        ConfigError: it is not there, its archive does not verify, or it is not a valid dataset.
+        ConfigError: the dataset is not there, its archive does not verify, or it is not valid.
     """
     make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
     with your_code(f"data.dataset {name} could not be loaded", quote=()):
@@ -307,7 +318,7 @@ def dataset_digest(dataset: Dataset) -> str:
 
 
 def _without_numpy(dataset: Dataset) -> Dataset:
-    """The same, with torch's tensors and Python's numbers where it has arrays."""
+    """The dataset with torch's tensors and Python's numbers in place of numpy's."""
     changes: dict[str, Any] = {}
     for name, value in vars(dataset).items():
         if name == "users":
@@ -399,7 +410,7 @@ def _mistake(dataset: Any) -> str | None:
         features = getattr(dataset, name)
         if features.dtype == torch.int64:
             continue
-        try:  # what is between these two stays between them
+        try:  # normalising is linear: all other numbers stay between these two
             low, high = features.aminmax()
             inputs = dataset.inputs(
                 torch.stack([torch.full_like(features[0], value) for value in (low, high)])

@@ -1,9 +1,9 @@
 """Features: a fixed public map of each record, so that a small model has good inputs.
 
 With good features a linear model learns more under noise than a large one does from raw records
-(Tramèr and Boneh 2021, "Differentially private learning needs better features"). A map is computed
-before the run and nothing protects it. So it must be a function of each record alone, and of
-nothing that was estimated from users' data.
+(Tramèr and Boneh 2021, "Differentially private learning needs better features"). Features are
+computed before the run and nothing protects the map. So a record's features must be a function of
+this record alone, and the map must not be estimated from users' data.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from shufl.protocol.validation import ConfigError
 
 Tensors = dict[str, Any]  # a dataset's, by name
 
-
 _VERSIONS = {"scattering": 2}  # in the names of kept files; raise it when a map's numbers change
-_RECORDS_AT_ONCE = 32  # what a thread works on stays in its core's cache
+_RECORDS_AT_ONCE = 32  # so that a thread's work stays in its core's cache
 
 
 def load_records(dataset: str | RecordFile, features: str | None) -> Dataset:
     """The dataset of that name, its records mapped to features if there is a map.
 
-    `features` is a key of FEATURES, `module:callable`, or None. Several threads call the callable
-    at once; it must give a record the same features at every call.
+    Args:
+        dataset: a name or a file, as for `load_dataset`.
+        features: a key of FEATURES, `module:callable`, or None for no map. Several threads call
+            the callable at once; it must give a record the same features at every call.
 
     Raises:
         ConfigError: see `load_dataset`; or the map fails, or there is no room to keep its features.
@@ -47,9 +48,10 @@ def load_records(dataset: str | RecordFile, features: str | None) -> Dataset:
 
 
 def data_digest(dataset: str | RecordFile, features: str | None) -> str:
-    """The digest of what `load_records` gives, by which processes compare their data.
+    """The digest by which processes compare their data, as `load_records` gives them.
 
-    Features of shufl's own maps are left out: machines may round them differently.
+    If the map is one of shufl's own, it is of the data before the map: machines may round features
+    differently.
     """
     return dataset_digest(load_records(dataset, None if features in FEATURES else features))
 
@@ -57,8 +59,14 @@ def data_digest(dataset: str | RecordFile, features: str | None) -> str:
 def check_digest(dataset: str | RecordFile, features: str | None, digest: str | None) -> None:
     """Refuses data that differ from the data of the process where the run began.
 
-    `digest` is of that process's data; None or empty: any data will do. With another split this
-    process would train on records that the other one tests on.
+    With another split, this process would train on records that the other one tests on.
+
+    Args:
+        dataset, features: as for `load_records`.
+        digest: of the other process's data. None or "": any data will do.
+
+    Raises:
+        ConfigError: the data differ.
     """
     if digest and digest != data_digest(dataset, features):
         if features in (None, *FEATURES) and (dataset in DATASETS or not isinstance(dataset, str)):
@@ -77,8 +85,8 @@ def check_digest(dataset: str | RecordFile, features: str | None, digest: str | 
 def mapped(dataset: Dataset, name: str) -> Dataset:
     """The dataset with its records mapped.
 
-    The features of the maps here are kept in a file that all processes share. Those of a map of
-    yours are not, because nothing tells whether all that its code rests on is still the same.
+    Features of shufl's own maps are kept in a file that all processes share. Features of a map of
+    yours are not, because nothing shows whether all that its code depends on is still the same.
     """
     if name not in FEATURES:
         tensors: Tensors = _compute(dataset, name, _shape_of_one(dataset, name))
@@ -90,7 +98,14 @@ def mapped(dataset: Dataset, name: str) -> Dataset:
 
 
 def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
-    """The features of normalised records, float32 of shape (r, ...).
+    """Maps normalised records.
+
+    Args:
+        name: of the map.
+        records: float32 or int64 of shape (r, ...).
+
+    Returns:
+        Their features: float32 of shape (r, ...).
 
     Raises:
         ConfigError: the map fails, or gives something else.
@@ -98,7 +113,7 @@ def map_records(name: str, records: torch.Tensor) -> torch.Tensor:
     make = find("data.features", name, FEATURES)
     failure = f"data.features {name} could not map records of shape {tuple(records.shape[1:])}"
     with your_code(failure, quote=()), torch.no_grad():
-        features = make(records.clone())  # which it may change
+        features = make(records.clone())  # the map may change what it gets
     if wrong := wrong_tensor(features, torch.float32):
         raise ConfigError(f"data.features {name} must give {wrong}")
     shape = tuple(features.shape)
@@ -127,7 +142,7 @@ def _shape_of_one(dataset: Dataset, name: str) -> torch.Size:
 
 
 def _compute(dataset: Dataset, name: str, shape: torch.Size) -> Tensors:
-    """Training and test features. Threads of one core each are faster than torch's own."""
+    """Training and test features, by threads of one core each: torch's own are slower."""
     tensors = {}
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
@@ -154,7 +169,7 @@ def _read(path: Path) -> Tensors | None:
     """The file that `_keep` has written, mapped into memory; None if it is missing or damaged."""
     try:
         return load_tensors(path, mmap=True)
-    except Exception:  # of all the kinds that a damaged file can raise
+    except Exception:  # a damaged file may raise anything
         return None
 
 

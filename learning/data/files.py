@@ -26,18 +26,17 @@ _CASTS: dict[str, tuple[type, str, str, int]] = {
     "float32": (np.float32, "iuf", "whole numbers or floats", 2**24),
     "int64": (np.int64, "iu", "whole numbers", 2**63 - 1),
 }
-"""What an array becomes, its kinds of numbers, and the largest whole one kept exact."""
+"""By type: numpy's type, the kinds of numbers it takes, their name, the largest exact integer."""
 _NUMBERS = re.compile(r"u?int\d+|halffloat|float|double|bool")
-_IDS = re.compile(r"u?int\d+|\w*string\w*|\w*binary\w*|null")  # of null each is missing
+_IDS = re.compile(r"u?int\d+|\w*string\w*|\w*binary\w*|null")  # a column of type null has no id
 """Types of columns, by pyarrow's names, whose values Python holds exactly."""
 
 _INDEX = re.compile(r"Unnamed: \d+|__index_level_\d+__|\.\.\.\d+")
-"""What pandas, arrow and R call an index that has no name when they write or read a file."""
+"""The names that pandas, arrow and R give an index without a name in a file."""
 
 _Column = Annotated[str, Field(min_length=1)]
 _Columns = Annotated[
-    tuple[_Column, ...],
-    Field(strict=False, min_length=1, description="a list of columns' names"),
+    tuple[_Column, ...], Field(strict=False, min_length=1, description="a list of columns' names")
 ]
 _Numbers = Annotated[
     tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
@@ -48,15 +47,16 @@ _Numbers = Annotated[
 class RecordFile(Section):
     """The table `[data.dataset]` of a configuration: a file, and what its columns are.
 
-    Classes and scaling are stated here: estimated from records, they would not be protected.
+    You state classes and scaling here: nothing would protect them if they were estimated from
+    records.
 
     Attributes:
         file: a CSV file with a line of names, or a Parquet file.
-        user: the column that says whose a record is.
+        user: the column with the id of each record's user.
         label: the column, or columns, to be learnt.
         features: the columns that a model gets. Default: all others.
-        classes: how many there are. Default: none, since labels are numbers (regression).
-        input_type: what a model gets, floats or whole numbers such as ids.
+        classes: the number of classes. Default: none, since labels are numbers (regression).
+        input_type: what a model gets: floats, or whole numbers such as ids.
         mean, std: of each feature. Default: features stay as they are.
         test: the share of users, or of records, for testing.
         test_of: whether the records for testing are all of some users, or some of all users.
@@ -123,8 +123,9 @@ class RecordFile(Section):
         """Features, labels and owners of all r records in a file with these columns.
 
         Returns:
-            Features of shape (r, f), labels of shape (r,) or (r, labels), and owners, numbered from
-            0 in the order of appearance: int64 of shape (r,).
+            Features of shape (r, f) for f columns; labels of shape (r,), or (r, l) for a list of l
+            columns; and each record's owner, int64 of shape (r,), numbered from 0 in the order of
+            appearance.
 
         Raises:
             ConfigError: as for `load`; no error quotes a record.
@@ -183,10 +184,13 @@ class RecordFile(Section):
 def read_table(path: Path, user: str = "") -> pyarrow.Table:
     """The columns of a CSV or Parquet file.
 
-    In CSV the column `user` is text: 007 is not 7, and no cell is null.
+    Args:
+        path: of the file.
+        user: a column that is read as text in CSV: 007 is not 7, and no cell is null.
 
     Raises:
-        ConfigError: it cannot be read. Pyarrow's own text is left out: it might quote a record.
+        ConfigError: the file cannot be read. The error leaves out pyarrow's own text, which might
+            quote a record.
     """
     import pyarrow
     from pyarrow import csv, parquet
@@ -203,22 +207,22 @@ def read_table(path: Path, user: str = "") -> pyarrow.Table:
         if _is_parquet(path):
             with parquet.ParquetFile(path) as file:
                 table = file.read()
-            table.validate(full=True)  # else bytes that are no text are found later
+            table.validate(full=True)  # finds bytes that are no text
             return table
         given = {user: pyarrow.string()} if user else {}
         table = csv.read_csv(
             path,
-            csv.ReadOptions(use_threads=False),  # else nobody counts lines
+            csv.ReadOptions(use_threads=False),  # with threads, errors have no line number
             csv.ParseOptions(newlines_in_values=True, invalid_row_handler=end_at),
             csv.ConvertOptions(column_types=given),
         )
-        assert table.column_names  # or UnicodeDecodeError
+        assert table.column_names  # raises UnicodeDecodeError if a name is no text
         return table
     except OSError as error:
         raise ConfigError(f"{failure}: {error.strerror or 'it is cut short or damaged'}") from None
     except (pyarrow.ArrowException, UnicodeDecodeError):
         why = "it is empty, damaged, of another kind, or not in UTF-8, or a line is over 1 MiB long"
-        if broken and b"\0" not in _start(path):  # what is no text has no fields
+        if broken and b"\0" not in _start(path):  # a binary file has no fields
             why = broken
         raise ConfigError(f"{failure}: {why}") from None
 
@@ -229,15 +233,15 @@ def _start(path: Path) -> bytes:
 
 
 def _is_parquet(path: Path) -> bool:
-    """By its first bytes, whatever it is called; a damaged or empty one by its name."""
+    """Whether a file is Parquet, by its first bytes or, if it is damaged or empty, by its name."""
     return _start(path).startswith(b"PAR1") or path.suffix == ".parquet"
 
 
 def _refuse_index(path: Path, table: pyarrow.Table, features: tuple[str, ...]) -> None:
-    """Refuses the index of a table, as pandas or R write it, among features that nobody named."""
+    """Refuses an index, as pandas or R write it, if the configuration lists no features."""
     try:
         index = table.schema.pandas_metadata["index_columns"] or ()
-    except (ValueError, TypeError, KeyError):  # none, or not as pandas writes them
+    except (ValueError, TypeError, KeyError):  # there is no metadata, or pandas did not write it
         index = ()
     for number, name in enumerate(table.column_names, start=1):
         unnamed = _INDEX.fullmatch(name) or (number == 1 and not name)
@@ -249,10 +253,15 @@ def _refuse_index(path: Path, table: pyarrow.Table, features: tuple[str, ...]) -
 
 
 def no_column(name: str, names: list[str], sure: bool = False, place: str = "line 1") -> str:
-    """What is wrong if a file has no column of this name.
+    """The error for a file that has no column of this name.
 
-    The columns are not listed: in a file without a line of names they would be a record. `sure`:
-    there is a line of names, so that the closest of them may be told.
+    It does not list the columns: in a file without a line of names they would be a record.
+
+    Args:
+        name: of the column.
+        names: of the file's columns.
+        sure: whether there is a line of names, so that the error may quote the closest of them.
+        place: where the names stand.
     """
     close = difflib.get_close_matches(name, names, n=1) if sure else []
     hint = f"; did you mean {close[0]}?" if close else ""
@@ -303,5 +312,5 @@ def tensor_of(name: str, array: np.ndarray, kind: str) -> torch.Tensor:
             f"{name} must be whole numbers of at most {most}, which {dtype.__name__} holds, got "
             f"others {at}"
         )
-    with np.errstate(over="ignore"):  # what is infinite then is refused
+    with np.errstate(over="ignore"):  # a number that becomes infinite is refused later
         return torch.from_numpy(array.astype(dtype))

@@ -1,7 +1,7 @@
-"""Small public datasets in which every record is somebody's: people who rate lecturers or films.
+"""Small public datasets of people who rate lecturers or films: every record has a user.
 
-A record is a row of ids, one for each of its properties, for the model `additive`. Ids, and the
-middle of the scale of ratings, are public. A fifth of the users are for testing.
+A record is a row of ids, one for each of its properties, for the model `additive`. The ids are
+public, and so is the middle of the scale of ratings. A fifth of the users are for testing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _DECADES = range(190, 202)
 def insteval() -> Dataset:
     """Students of ETH Zurich rate lecturers: 73 421 ratings from 1 to 5 of 2 972 students.
 
-    A record has the ids of the lecturer, of the ages of student and lecture, of whether the lecture
-    is for another department, and of the department. The label is the rating less 3.
+    A record has five ids: of the lecturer, of the student's age, of the lecture's age, of whether
+    the lecture is for another department, and of the department. The label is the rating less 3.
     """
     names = ["s", "d", "studage", "lectage", "service", "dept", "y"]
     how = "in R: write.csv(lme4::InstEval, gzfile('insteval.csv.gz'), row.names = FALSE)"
@@ -37,8 +37,8 @@ def insteval() -> Dataset:
 def movielens() -> Dataset:
     """671 people rate films: 100 004 ratings from 0.5 to 5 (MovieLens latest small, 2016).
 
-    A record has the ids of the film, of its decade, and of whether it has each of 19 genres. The
-    label is the rating less 3.
+    A record has the ids of the film and of its decade, and for each of 19 genres the id of whether
+    the film has it. The label is the rating less 3.
     """
     how = "MovieLens latest small of 2016, as R's dslabs::movielens has it"
     ratings = _columns("movielens-ratings.csv.gz", ["userId", "movieId", "rating"], how)
@@ -75,7 +75,14 @@ def _dataset(
     labels: np.ndarray,
     counts: list[int] | None = None,
 ) -> Dataset:
-    """Properties are numbered from 0, each; `counts` are how many values they have."""
+    """A dataset of ratings.
+
+    Args:
+        users: r ids.
+        properties: of each property r values, numbered from 0.
+        labels: float32 of shape (r,).
+        counts: how many values each property has. Default: those that there are.
+    """
     counts = counts or [int(each.max()) + 1 for each in properties]
     starts = np.concatenate([[0], np.cumsum(counts[:-1])])
     ids = torch.from_numpy(np.stack(properties, axis=1) + starts)

@@ -18,13 +18,13 @@ from shufl.protocol.validation import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The records of each user. Several users may share a row, so that many users take no memory.
+    """The records of each user. Users may share a row of records, so many users need no memory.
 
     Attributes:
         index: the records of all k rows, one row after another, int64 of shape (r,).
         starts: where each row starts, and r at the end: int64 of shape (k + 1,).
         users: n, the number of users. User u has the records of row u modulo k.
-        left: how many records of the dataset are in no row.
+        left: how many records of the dataset no row has.
     """
 
     index: np.ndarray
@@ -79,19 +79,21 @@ class Partition:
 def deal(labels: np.ndarray, owners: np.ndarray | None, data: Data, seed: int) -> Partition:
     """Gives every record to a user, as `data.partition` says.
 
-    `natural`: to its owner; of more owners than `data.users` a random choice takes part.
-    `repeated`: the owners are repeated in a random order, so that there may be more users than
-    owners; without owners every record is an owner's. The other schemes do not look at owners, and
-    deal numbers of records that differ by 2 at most. `iid`: a random permutation, cut. `by-label`:
-    records sorted by label and cut into two shards a user, dealt at random (McMahan et al. 2017).
-    `dirichlet`: each user draws its own label proportions from Dirichlet(`data.concentration`),
-    which is skewed where this is small, and fills its share by them (Hsu et al. 2019).
+    `natural`: every record goes to its owner; if there are more owners than `data.users`, a random
+    choice of them takes part. `repeated`: the owners are repeated in a random order, so that there
+    may be more users than owners; without owners, every record counts as an owner's. The other
+    schemes ignore owners, and deal numbers of records that differ by 2 at most. `iid`: a random
+    permutation is cut. `by-label`: records are sorted by label and cut into two shards a user, and
+    the shards are dealt at random (McMahan et al. 2017). `dirichlet`: each user draws its own label
+    proportions from Dirichlet(`data.concentration`), which are more skewed the smaller it is, and
+    fills its share by them (Hsu et al. 2019).
 
     Args:
         labels: int64 of shape (r,).
-        owners: whose each record is, from 0 without a gap, int64 of shape (r,).
-        data: with users and partition decided. Of a user with more than `data.most_records`, a
-            random choice of so many is used.
+        owners: each record's owner, int64 of shape (r,), numbered from 0 without a gap; None: the
+            data do not say.
+        data: with users and partition decided. Of a user with more than `data.most_records`
+            records, a random choice of that number is used.
         seed: of all that is random.
 
     Raises:
@@ -117,7 +119,7 @@ def deal(labels: np.ndarray, owners: np.ndarray | None, data: Data, seed: int) -
 def _of_owners(
     records: int, owners: np.ndarray | None, data: Data, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The records of the chosen owners, one owner after another; how many each has."""
+    """The records of the chosen owners, one owner after another; how many each owner has."""
     assert data.users is not None
     natural, users = data.partition == "natural", data.users
     if owners is None:
@@ -143,7 +145,7 @@ def _of_owners(
 def _dealt(
     labels: np.ndarray, data: Data, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The records dealt to users, one user after another; how many each has."""
+    """The records dealt to users, one user after another; how many each user gets."""
     assert data.users is not None and data.partition is not None
     users = data.users
     check_enough(len(labels), users, data.partition)
@@ -176,7 +178,7 @@ def _dirichlet(
     random: np.random.Generator,
     concentration: float,
 ) -> np.ndarray:
-    """Fills each user record by record: labels are drawn from the user's own proportions."""
+    """Deals record by record: each label is drawn from the user's own proportions."""
     pools = [list(order[labels[order] == label]) for label in np.unique(labels)]
     dealt: list[int] = []
     for size in sizes.tolist():
@@ -184,7 +186,7 @@ def _dirichlet(
         for _ in range(size):
             left = np.array([len(pool) for pool in pools], dtype=float)
             weights = proportions * (left > 0)
-            if weights.sum() == 0:  # no label that this user wants is left
+            if weights.sum() == 0:  # no record of a label that this user wants is left
                 weights = left
             dealt.append(pools[random.choice(len(pools), p=weights / weights.sum())].pop())
     return np.array(dealt)
@@ -208,13 +210,13 @@ class PartitionedRecords:
     """Gives a user's records by the user's id: features as model input, and labels.
 
     Attributes:
-        partition: of the users from `first` to before `last`; it calls them 0 to last - first - 1.
+        partition: of the users; it numbers them from 0.
     """
 
-    def __init__(self, dataset: Dataset, partition: Partition, first: int, last: int, before: int):
+    def __init__(self, dataset: Dataset, partition: Partition, first: int = 0, before: int = 0):
+        """Takes the users from `first`; those with smaller ids have `before` records."""
         self._dataset, self.partition = dataset, partition
-        self._first, self._last = first, last
-        self._before = before  # records of users with smaller ids than `first`
+        self._first, self._before = first, before
 
     def __call__(self, user: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The records of one user."""
@@ -223,9 +225,10 @@ class PartitionedRecords:
 
     def together(self, users: np.ndarray) -> Together:
         """The records of k users, by their ids: int of shape (k,)."""
-        if users.min() < self._first or users.max() >= self._last:
-            raise IndexError(f"users must lie in [{self._first}, {self._last}), got {users}")
         own = users - self._first
+        if own.min() < 0 or own.max() >= self.partition.users:
+            last = self._first + self.partition.users
+            raise IndexError(f"users must lie in [{self._first}, {last}), got {users}")
         index = torch.from_numpy(self.partition.rows(own)).to(self._dataset.train_labels.device)
         features, labels = (
             of.index_select(0, index)
@@ -242,16 +245,16 @@ class PartitionedRecords:
         return self._before + self.partition.before(users - self._first)
 
     def to(self, device: str) -> PartitionedRecords:
-        """The same with the records on this device."""
+        """The same records on this device."""
         dataset = replace(
             self._dataset,
             train_features=self._dataset.train_features.to(device),
             train_labels=self._dataset.train_labels.to(device),
         )
-        return PartitionedRecords(dataset, self.partition, self._first, self._last, self._before)
+        return PartitionedRecords(dataset, self.partition, self._first, self._before)
 
     def of(self, first: int, last: int) -> PartitionedRecords:
-        """The same for the users from `first` to before `last`, without anybody else's records."""
+        """The records of the users from `first` to `last` - 1 only."""
         some = np.arange(first, min(last, first + len(self.partition))) - self._first
         held, index = np.unique(self.partition.rows(some), return_inverse=True)
         starts = np.concatenate([[0], self.partition.sizes(some).cumsum()])
@@ -265,7 +268,7 @@ class PartitionedRecords:
         )
         partition = Partition(index, starts, last - first)
         (before,) = self.before(np.array([first])).tolist()
-        return PartitionedRecords(dataset, partition, first, last, before)
+        return PartitionedRecords(dataset, partition, first, before)
 
 
 @functools.lru_cache(maxsize=1)
@@ -299,5 +302,4 @@ class LoadUsers:
         data = self.data
         check_digest(data.dataset, data.features, self.digest)
         dataset = load_records(data.dataset, data.features)
-        partition = load_partition(data, self.seed)
-        return PartitionedRecords(dataset, partition, first=0, last=partition.users, before=0)
+        return PartitionedRecords(dataset, load_partition(data, self.seed))

@@ -1,16 +1,17 @@
 """The scattering transform (Bruna and Mallat 2013, "Invariant scattering convolution networks").
 
-An image is convolved with Morlet wavelets of two scales and eight angles. Of the results only the
-absolute values are kept, averaged over some 4x4 pixels: the first order. The second order does the
-same to the absolute values of the fine scale, with the wavelets of the coarse one. Nothing in it is
-learnt. Filters, sizes and order are those of kymatio (Andreux et al. 2020) for J = 2 and L = 8.
+An image is convolved with Morlet wavelets of two scales and eight angles. The first order of
+coefficients is the absolute values of the results, averaged over some 4x4 pixels. For the second
+order, the absolute values at the fine scale are convolved with the wavelets of the coarse scale,
+and their absolute values are averaged. Nothing is learnt. Filters, sizes and order are those of
+kymatio (Andreux et al. 2020) for J = 2 and L = 8.
 
-The coefficients are then whitened. Where gradients are clipped and noisy, the pace at which a
-linear model learns along a direction of its inputs is set by their variance. The variances of
-scattering features are up to 10^4 apart, so that a run would end before it has learnt along most
-directions; whitening makes them alike. The covariance of users' images would tell of these. So it
-is taken of dead leaves (Lee, Mumford and Huang 2001, "Occlusion models for natural images"):
-ellipses of random place, size, direction and brightness, one over another.
+The coefficients are then whitened. With clipped and noisy gradients, the variance of a linear
+model's inputs along a direction sets the pace at which it learns there. The variances of scattering
+features are up to 10^4 apart, so that a run would end before it has learnt along most directions;
+whitening makes the variances alike. The covariance of users' images would reveal something about
+them. So the covariance is that of dead leaves (Lee, Mumford and Huang 2001, "Occlusion models for
+natural images"): ellipses of random place, size, direction and brightness, one over another.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _WIDTH, _FREQUENCY, _SLANT = 0.8, 0.75 * math.pi, 0.5  # of the fine wavelets
 def scattering(images: torch.Tensor) -> torch.Tensor:
     """The scattering transform of each image, channel by channel.
 
-    The images are float32 of shape (r, channels, height, width).
+    Args:
+        images: float32 of shape (r, channels, height, width).
 
     Returns:
         float32 of shape (r, 81 channels, height // 4, width // 4). The 81 coefficients are the
@@ -49,7 +51,8 @@ def scattering(images: torch.Tensor) -> torch.Tensor:
             f"scattering needs images of at least {_LEAST_PIXELS}x{_LEAST_PIXELS} pixels, records "
             f"of shape (channels, height, width), got {tuple(images.shape[1:])}"
         )
-    height, width = (_with_margins(pixels) for pixels in images.shape[2:])
+    # With its mirrored margins the length of a side is a multiple of the step.
+    height, width = ((pixels // _STEP + 2) * _STEP for pixels in images.shape[2:])
     fine, coarse = (_wavelets(height, width, scale) for scale in (0, 1))
     rows, columns = ([_average(pixels, scale) for scale in (0, 1)] for pixels in (height, width))
 
@@ -70,13 +73,8 @@ def scattering(images: torch.Tensor) -> torch.Tensor:
     return torch.cat([averaged(u, scale) for u, scale in levels], dim=2).flatten(1, 2)
 
 
-def _with_margins(pixels: int) -> int:
-    """The length of a side with its mirrored margins: a multiple of the step."""
-    return (pixels // _STEP + 2) * _STEP
-
-
 def _at_half(spectrum: torch.Tensor) -> torch.Tensor:
-    """Every second pixel in both directions of what has this spectrum."""
+    """Every second pixel, in both directions, of the image with this spectrum."""
     for axis in (-2, -1):
         spectrum = torch.stack(spectrum.chunk(2, axis)).mean(0)
     return torch.fft.ifft2(spectrum)
@@ -146,7 +144,7 @@ def dead_leaves() -> torch.Tensor:
 
 
 def whitening(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What makes channels uncorrelated, and of variance 1 where they vary at all.
+    """The map that makes channels uncorrelated, and of variance 1 where they vary enough.
 
     Args:
         features: shape (r, channels, height, width).

@@ -14,12 +14,12 @@ import numpy as np
 
 from shufl.protocol.validation import ConfigError
 
-_IDS = {str, bytes, int, UUID}  # exactly these: a subclass may compare in its own way
+_IDS = {str, bytes, int, UUID}  # no subclasses of these, which may compare in their own way
 _MISSING = {
     *("", "-", ".", "#n/a", "#n/a n/a", "#na", "-1.#ind", "-1.#qnan", "-nan", "1.#ind", "1.#qnan"),
     *("<na>", "n/a", "na", "nan", "nat", "none", "null"),
 }
-"""What readers of files take for a missing value, and what `str` makes of one, in any capitals."""
+"""Texts that programs read as a missing value, or write for one; capitals make no difference."""
 
 _INVISIBLE = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\U00016fe4\U0001d159"
 _SELECTORS = [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)]  # of a variant of a character
@@ -36,11 +36,11 @@ _BINARY = re.compile(r"[\0-\x08\x0e-\x1f\x7f]")
 
 
 def looks(text: str) -> str:
-    """What a reader sees of a text: its form NFKC without quotes, spaces at the ends and the like.
+    """What a person sees of a text: its form NFKC without quotes, spaces at the ends and the like.
 
     Capitals, leading zeros and letters of other scripts make a difference.
     """
-    if text.isascii() and text.isprintable():  # most are, and the rest takes ten times as long
+    if text.isascii() and text.isprintable():  # a shortcut for most texts, ten times as fast
         drawn = text.replace('"', "").replace("\\", "").replace("`", "'")
         return " ".join(drawn.split()).strip("'")
     drawn = unicodedata.normalize("NFKC", text.translate(_DRAWN)).translate(_DRAWN)
@@ -49,18 +49,23 @@ def looks(text: str) -> str:
 
 
 def spelt(value: object) -> str:
-    """A value in ASCII, in which all that differs can be seen; at most 100 characters."""
+    """A value in at most 100 characters of ASCII, which show what a font may hide."""
     text = ascii(value).replace("  ", " \\x20")
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def spaced(number: float) -> str:
-    """A whole number, a space before every three digits."""
+    """A whole number with a space between thousands."""
     return f"{number:,.0f}".replace(",", " ")
 
 
 def where(wrong: Any, place: str = "record", first: int = 1) -> str:
-    """How many places of an array or a tensor of bool, shape (r, ...), are wrong; empty: none."""
+    """Says how many of r places are wrong, and which is the first; "" if none is.
+
+    Args:
+        wrong: an array or a tensor of bool, shape (r, ...).
+        place, first: what a place is called, and the number of the first place.
+    """
     rows = np.atleast_1d(np.asarray(wrong))
     at = np.flatnonzero(rows.any(axis=tuple(range(1, rows.ndim))))
     if not len(at):
@@ -71,13 +76,12 @@ def where(wrong: Any, place: str = "record", first: int = 1) -> str:
 def number_users(
     users: Iterable[Hashable], what: str = "users", place: str = "record", first: int = 1
 ) -> np.ndarray:
-    """Numbers in the place of ids, from 0 in the order of appearance: int64 of shape (r,).
-
-    Ids are text, bytes, whole numbers, UUIDs or tuples of these, in a list or an array; also
-    numbers of numpy and tensors without an axis.
+    """Numbers users from 0, in the order of appearance of their ids: int64 of shape (r,).
 
     Args:
-        what: the ids, in an error.
+        users: r ids in a list or an array: text, bytes, whole numbers (also of numpy, or tensors
+            without an axis), UUIDs, or tuples of these.
+        what: what an error calls the ids.
         place, first: what an error calls the place of an id, and the number of the first place.
 
     Raises:
@@ -117,16 +121,19 @@ def number_users(
 
 
 def _listed(thing: Any) -> Any:
-    """An array, a tensor or a number of either as Python's; but for dates, made int by numpy."""
+    """Turns an array, a tensor or a number of either into Python's lists and numbers.
+
+    Dates stay as they are: numpy would make whole numbers of them.
+    """
     a_date = getattr(getattr(thing, "dtype", None), "kind", None) in ("m", "M", "V")
     try:
         return thing if a_date or not hasattr(thing, "tolist") else thing.tolist()
-    except RuntimeError:  # of a tensor that has no numbers, or whose numbers are in no order
+    except RuntimeError:  # a tensor on "meta" has no numbers, and a sparse one no order
         return thing
 
 
 def _plain(given: Any) -> Any:
-    """An id as a plain value; None if it is missing. What is no id stays as it is."""
+    """An id as a value of Python; None if it is missing. Anything else stays as it is."""
     if type(given) is tuple:
         parts = tuple(map(_plain, given))
         return next((each for each in parts if not _is_id(each)), parts)
@@ -145,7 +152,7 @@ def _kind(value: Any) -> str:
 
 
 def _seen(value: Any) -> Hashable:
-    """What a reader sees of an id; empty if it is missing."""
+    """What a person sees of an id; "" if it is missing."""
     if type(value) is tuple:
         parts = tuple(map(_seen, value))
         return "" if "" in parts else parts[0] if len(parts) == 1 else parts
@@ -162,7 +169,7 @@ def _seen(value: Any) -> Hashable:
 
 
 def _meant(text: str) -> Hashable:
-    """What a text looks like; a number or a UUID by its value, and empty if it is missing.
+    """What a text looks like; of a number or a UUID its value; "" if it stands for a missing one.
 
     Numbers that begin with 0 are texts: 007 is not 7.
     """

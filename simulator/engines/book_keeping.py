@@ -50,7 +50,7 @@ def gradients_of_users(
     masks: SeededDropout,
     precision: Precision,
 ) -> Iterator[Gradients]:
-    """Each user's gradient of its mean loss, bucket by bucket; one forward and backward.
+    """Each user's gradient of its mean loss, bucket by bucket, by one forward and one backward.
 
     Factors are converted to float32 first, so the norm is that of the gradient that is summed.
 
@@ -62,7 +62,8 @@ def gradients_of_users(
         precision: what the model computes in.
 
     Raises:
-        Unsupported: a parameter is used twice, or with a tensor that is no trained parameter.
+        Unsupported: a layer uses a parameter that another call uses too, or uses one beside a
+            tensor that is computed from others; or its first axis is not that of the records.
     """
     features, labels, _ = records
     exact, known = next(iter(trained(model).values())).dtype, names_of(model)
@@ -107,7 +108,7 @@ class _Tape(TorchFunctionMode):
     """While entered, keeps every call of a layer with trained parameters that this thread makes."""
 
     def __init__(self, known: dict[int, str]) -> None:
-        """Gets the trained parameters by their `id`."""
+        """`known` has the names of trained parameters by their `id`."""
         super().__init__()
         self._known = known
         self.calls: list[tuple[_Layer, tuple[Any, ...], GradientEdge]] = []
@@ -121,7 +122,7 @@ class _Tape(TorchFunctionMode):
     ) -> Any:
         """Calls `func`; keeps a layer's arguments, and its output before any change in place."""
         if func is functional.multi_head_attention_forward:
-            with self:  # so that its linear layers are seen
+            with self:  # torch has left this mode; entered again, it sees the linear layers
                 if (made := unfolded_attention(args, kwargs or {})) is not None:
                     return made
         output = func(*args, **(kwargs or {}))
@@ -153,7 +154,7 @@ def _conv2d(
     (step_h, step_w), (space_h, space_w) = _two(stride), _two(dilation)
     edges = _edges(padding, weight.shape[2:], dilation)
     x = functional.pad(x, edges) if any(edges) else x
-    # Patches in two steps, columns first, so that what is copied lies in long pieces.
+    # Patches are made in two steps, columns first, so that memory is copied in long pieces.
     x = x.unflatten(1, (groups, -1)).unflatten(0, (users, -1))  # k, r, groups, c, rows, columns
     x = x.unfold(5, (width - 1) * space_w + 1, step_w)[..., ::space_w]
     x = x.permute(0, 2, 1, 5, 4, 6, 3).contiguous()  # k, groups, r, w, rows, width, c
@@ -218,7 +219,7 @@ def _sum(users: int, g: _T, *summands: Any) -> _Parts:
 
 
 _SUMS = tuple(getattr(torch.Tensor, name) for name in ("add", "__add__", "__radd__", "expand"))
-"""Where one parameter serves all records, such as the embedding of a position."""
+"""Functions that give all records one parameter, such as the embedding of a position."""
 
 _LAYERS: dict[Any, _Layer] = {
     functional.linear: _linear,

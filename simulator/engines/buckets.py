@@ -47,8 +47,8 @@ class Bucket:
             sizes: how many records each user has, int of shape (k,).
             device: of the buckets' tensors.
             most: how many users a bucket has at most. Default: any number.
-            batch: users with more records than this count as having so many, because they take
-                several steps. Default: no limit.
+            batch: the most records of one step. A user with more takes several steps, and is
+                sorted as if it had `batch` records. Default: no limit.
         """
         starts = sizes.cumsum() - sizes
         order = sizes.argsort(kind="stable")
@@ -70,7 +70,7 @@ class Bucket:
         return found
 
     def only(self, users: torch.Tensor) -> Bucket:
-        """The bucket of some of its users only: bool of shape (b,)."""
+        """The bucket of some of its users only; `users` is bool of shape (b,)."""
         return replace(
             self, users=self.users[users], sizes=self.sizes[users], index=self.index[users]
         )
@@ -90,10 +90,15 @@ class Bucket:
         return given.reshape(shape) if self.is_all else given[self.index]
 
     def flat(self, given: _Given, padding: float | None = None) -> _Given | torch.Tensor:
-        """The users' rows of a layer's tensor, one row after another; anything else as it is.
+        """The users' rows of a layer's tensor, one row after another.
 
-        A tensor of shape (n m, ...), in which every record has m rows, gives shape (b r m, ...).
-        `padding`, if given, replaces all numbers in rows of padding.
+        Args:
+            given: a tensor of shape (n m, ...), in which every record has m rows. Anything else,
+                such as a parameter, is returned as it is.
+            padding: replaces all numbers in rows of padding. Default: they stay.
+
+        Returns:
+            Shape (b r m, ...).
         """
         if self.is_all or not isinstance(given, torch.Tensor) or isinstance(given, nn.Parameter):
             return given

@@ -1,6 +1,6 @@
-"""What a simulated node is beside its ClientApp, in the process of a Ray worker.
+"""What a Ray worker's process needs beside the ClientApp in order to be a simulated node.
 
-Such a process starts faster for importing neither the accountants nor the server.
+This module imports neither the accountants nor the server, so that the process starts faster.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def simulated_device(devices: Path, node: int) -> SimulatedLedger:
 
 
 def leased(client_app: ClientApp, lease: Path, path: list[str]) -> ClientApp:
-    """The same app, in Ray workers whose processes end when the folder `lease` is gone.
+    """The same app, for Ray workers whose processes end when the folder `lease` is gone.
 
-    Neither Flower nor Ray has a call that stops a node at work from outside. The processes
-    also find the modules in the folders of `path`, as the driver does.
+    Neither Flower nor Ray has a call that stops a node at work from outside. The processes also
+    find the modules in the folders of `path`, as this process does.
     """
     app = ClientApp()
 
@@ -41,7 +41,7 @@ def leased(client_app: ClientApp, lease: Path, path: list[str]) -> ClientApp:
     return app
 
 
-@functools.cache  # in a process of a Ray worker, where Flower unpickles the app for every message
+@functools.cache  # Flower unpickles the app for every message, in one process of a Ray worker
 def _enter(lease: Path, path: tuple[str, ...]) -> None:
     """Puts a Ray worker's process under a lease, once."""
 

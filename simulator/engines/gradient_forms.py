@@ -20,7 +20,7 @@ from shufl.protocol.mechanisms import LdpSgd
 FLOAT32 = torch.finfo(torch.float32)
 """What the type of gradients can hold."""
 
-_SQUARES = 64  # so many squares are summed in float32
+_SQUARES = 64  # the most squares that are summed in float32
 
 Tensors = dict[str, torch.Tensor]
 """Parameters by name, or one such tensor for each of k users: shape (k, ...)."""
@@ -61,14 +61,14 @@ class Products:
 
     A bias is the weight of one more input that is always 1.
 
-    The norm: ||sum_t g_t a_t^T||^2 = sum_st (g_s.g_t)(a_s.a_t). The terms may cancel. In float64
-    that is wrong by about 1e-12 b^2 at most, where b = sum_t |g_t||a_t| bounds the norm; and the
-    sum itself, in float32, by some 1e-7 b, or 2e-6 b where the products are such that hundreds are
-    rounded alike. While a user's scale times b is at most 10 C, its clipped update is therefore no
-    longer than C (1 + 2e-5). Users for whom more cancels are left to vmap, which measures the very
-    numbers that it sums. So are users with inputs above 1e19: float32 could not hold their squared
-    length. A subnormal scaled g_t is off by up to 1e-45; times a_t ≤ 1e19 that is 1e-26 an entry,
-    which is little of 1e-18, the least C that `shufl.learning.config` takes.
+    The norm is ||sum_t g_t a_t^T||^2 = sum_st (g_s.g_t)(a_s.a_t), whose terms may cancel. Let b =
+    sum_t |g_t||a_t|, which bounds the norm. In float64 the squared norm is off by at most about
+    1e-12 b^2. The sum itself, in float32, is off by some 1e-7 b, or by 2e-6 b where hundreds of
+    products are rounded alike. While a user's scale times b is at most 10 C, its clipped update is
+    therefore no longer than C (1 + 2e-5). Users for whom more cancels are left to vmap, which
+    measures the very numbers that it sums. So are users with inputs above 1e19, whose squared
+    length float32 could not hold. A subnormal scaled g_t is off by up to 1e-45; times a_t ≤ 1e19
+    that is 1e-26 per entry, far below 1e-18, the least C that `shufl.learning.config` takes.
 
     Attributes:
         inputs: a, float32 of shape (k, groups, t, p).
@@ -121,8 +121,8 @@ class Rows:
 
     Attributes:
         users: k.
-        number: of tokens that there are.
-        owners, tokens: of each row, its user and its token, int64 of shape (u,); no pair twice.
+        number: how many tokens the embedding has.
+        owners, tokens: each row's user and token, int64 of shape (u,); no pair comes twice.
         rows: float32 of shape (u, q).
     """
 
@@ -134,7 +134,7 @@ class Rows:
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor, output_gradients: torch.Tensor, number: int) -> Rows:
-        """Sums what a user's equal tokens got: tokens of shape (k, t), gradients (k, t, q)."""
+        """Sums the gradients of a user's equal tokens: tokens (k, t), gradients (k, t, q)."""
         users = len(tokens)
         keys = tokens + number * torch.arange(users, device=tokens.device)[:, None]
         keys, places = keys.unique(return_inverse=True)
@@ -157,7 +157,7 @@ class Rows:
     def weighted_sums(self, weights: torch.Tensor) -> Iterator[torch.Tensor]:
         """The sum over users with weights of shape (k,), of shape (number * q,).
 
-        In float64, since one token may be all there is.
+        It is added in float64, since all users may have one token.
         """
         scaled = self.rows.double() * weights[self.owners, None]
         total = scaled.new_zeros(self.number, scaled.shape[1])
@@ -173,7 +173,8 @@ def squared_lengths_of(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor
 
     For float32 vectors the relative error is at most 4e-6, whatever torch's summation order: up to
     64 squares at a time are summed in float32, which is much faster, and those sums in float64.
-    An addend makes up for squares too small for float32; too large ones may give infinity.
+    An addend bounds the squares that are too small for float32. Squares that are too large may give
+    infinity.
     """
     size = vectors.shape[-1]
     if size > _SQUARES:
@@ -188,7 +189,7 @@ def squared_lengths_of(vectors: torch.Tensor, more: float = 0.0) -> torch.Tensor
 
 
 def _in_order(total: torch.Tensor, kernel: tuple[int, int]) -> torch.Tensor:
-    """A sum over users from (..., positions, channels), as it was computed, to channels first."""
+    """Brings a sum over users from channels last, (..., positions, channels), to channels first."""
     return total if kernel == (1, 1) else total.unflatten(0, (-1, *kernel)).mT.flatten()
 
 
@@ -200,7 +201,7 @@ def only(gradients: Gradients, users: torch.Tensor) -> Gradients:
 def lengths(gradients: Gradients) -> tuple[torch.Tensor, torch.Tensor]:
     """Users' norms over all parameters, and bounds of them: float64 of shape (k,).
 
-    If nothing can cancel, the bounds are the norms themselves, the same object.
+    If nothing can cancel, norms and bounds are the same object.
     """
     squares, bounds = zip(*(part.squared_lengths() for part in gradients.values()), strict=True)
     norms = functools.reduce(torch.add, squares).sqrt()
@@ -216,11 +217,11 @@ class Clipping:
     clip_norm: float
 
     def scales(self, norms: torch.Tensor) -> torch.Tensor:
-        """The factors of updates with these norms; for a zero update C / 0 is infinite, so 1."""
+        """The factors of updates with these norms: 1 for a zero update, as C / 0 is infinite."""
         return (self.clip_norm / norms).clamp(max=1.0)
 
     def only(self, users: torch.Tensor) -> Clipping:
-        """The clipping of some users only: bool of shape (k,), or their places."""
+        """The clipping of some users only; `users` is bool of shape (k,), or their places."""
         return self
 
 
@@ -242,7 +243,7 @@ class RandomSides(Clipping):
     def drawn(
         cls, mechanism: LdpSgd, draws: np.ndarray, dimension: int, device: torch.device
     ) -> RandomSides:
-        """From two N(0, 1) draws for each of k users, shape (k, 2)."""
+        """The factors from two N(0, 1) draws for each of k users, shape (k, 2)."""
         first, second = draws.astype(float).T
         given = mechanism.lengths_along(first, dimension), special.ndtr(second)
         there = (torch.from_numpy(each).to(device) for each in given)
@@ -261,7 +262,8 @@ class RandomSides(Clipping):
 
 def scaled_sum(gradients: Gradients, scales: torch.Tensor, order: Iterable[str]) -> torch.Tensor:
     """The sum over users for float64 scales, float32 of shape (d,), the parameters in order."""
-    rounded = scales.float()  # down: among the smallest float32 the nearest may be far above
+    # Scales are rounded down: among the smallest float32 the nearest one may be far above.
+    rounded = scales.float()
     scales = torch.where(rounded > scales, rounded.nextafter(torch.zeros_like(rounded)), rounded)
     return weighted_sum(gradients, scales, order)
 

@@ -33,14 +33,14 @@ _TRIES = 3  # of a shard's part of a round
 def ray_workers(
     settings: VectorisedSettings, records: PartitionedRecords, log_file: Path, stop: threading.Event
 ) -> Iterator[SumReports]:
-    """Starts `simulation.workers` Ray workers and gives `ReportSum.sum` by all of them.
+    """Starts `simulation.workers` Ray workers and gives `ReportSum.sum` by all of them together.
 
-    On the cluster at RAY_ADDRESS if that is set, else in a Ray of its own that ends with the run.
-    A worker is an actor with one CPU and, with `simulation.device = "cuda"`, its share of the
-    cluster's GPUs. It is sent its users' records when it starts and the model once a round. Ray
-    replaces one that dies, and has its part of the round computed anew: nobody has read what it
-    drew, so that the round has one release, as its ledger line says. What Ray says of it goes to a
-    log file.
+    They run on the cluster at RAY_ADDRESS if that is set, else in a Ray of the run's own, which
+    ends with it. A worker is an actor with one CPU and, with `simulation.device = "cuda"`, a share
+    of the cluster's GPUs. It gets its users' records when it starts, and the model once a round. If
+    a worker dies, Ray starts another one, which computes its part of the round anew: nobody has
+    read what the dead one drew, so the round has one release, as its ledger line says. Ray's own
+    messages go to a log file.
 
     Raises:
         ConfigError: the cluster can never host all workers at once.
@@ -78,7 +78,7 @@ class _Worker:
         self._reports: ReportSum | None = None
 
     def sum(self, held: list[ray.ObjectRef[Any]], *what: Any) -> np.ndarray:
-        """`ReportSum.sum`, of the settings and records that `held` refers to."""
+        """`ReportSum.sum` with these arguments; `held` refers to the settings and the records."""
         if self._reports is None:
             self._reports = ReportSum(*ray.get(held))
         return self._reports.sum(*what)
@@ -90,7 +90,7 @@ def _start(
     ends: list[tuple[int, int]],
     stop: threading.Event,
 ) -> list[tuple[Any, list[Any]]]:
-    """A worker for each shard, once all of them are ready, and what it must hold."""
+    """Waits until there is a ready worker for each shard; each with references to what it holds."""
     needs: dict[str, Any] = needs_of_a_worker(settings.keys.device, len(ends))
     try:
         make = ray.remote(max_restarts=-1, max_task_retries=_TRIES - 1, **needs)(_Worker).remote
@@ -117,10 +117,10 @@ def _start(
 
 
 def needs_of_a_worker(device: str, number: int) -> dict[str, float]:
-    """What each of the workers asks of Ray: of GPUs 1, or 1/k where k workers must share one.
+    """What each worker asks of Ray: one CPU; with "cuda" a GPU, or 1/k if k workers must share it.
 
     Raises:
-        ConfigError: the nodes of Ray cannot host as many workers at once; or no Ray answers.
+        ConfigError: the nodes of Ray cannot host this number of workers at once, or no Ray answers.
     """
     nodes, share = nodes_of_ray(), 0.0
     room = [int(node.get("CPU", 0)) for node in nodes]
@@ -129,7 +129,7 @@ def needs_of_a_worker(device: str, number: int) -> dict[str, float]:
         if not any(gpus):
             raise ConfigError(NO_GPU)
         each = math.ceil(number / sum(gpus))
-        # Ray counts in 1/10000 and rounds up: six times 1/6 would not fit.
+        # Ray counts GPUs in 1/10000 and rounds up, so that six workers of 1/6 would not fit.
         share = 10_000 // each / 10_000
         room = [min(cpus, each * held) for cpus, held in zip(room, gpus, strict=True)]
     if number > sum(room):
@@ -141,9 +141,15 @@ def needs_of_a_worker(device: str, number: int) -> dict[str, float]:
 
 
 def shards(partition: Partition, block: int, number: int) -> list[tuple[int, int]]:
-    """For each worker the first of its users' ids and the one behind the last: whole blocks.
+    """Cuts the users into shards of whole blocks, one for each worker.
 
-    `block` is how many records a block's users have.
+    Args:
+        partition: of the users.
+        block: how many records the users of a block have.
+        number: of workers.
+
+    Returns:
+        For each worker the first of its users' ids, and the one after the last.
     """
     (last,) = partition.before(np.array([partition.users - 1])).tolist()
     blocks = last // block + 1
@@ -154,7 +160,7 @@ def shards(partition: Partition, block: int, number: int) -> list[tuple[int, int
 def divide(
     users: np.ndarray, blankets: list[Blankets], ends: list[tuple[int, int]]
 ) -> Iterator[tuple[np.ndarray, list[Blankets]]]:
-    """For each worker its own of the users, and an equal part of each shuffler's blankets."""
+    """Gives each worker its own users, and an equal part of each shuffler's blankets."""
     for number, (start, end) in enumerate(ends):
         part = [
             (
@@ -168,6 +174,6 @@ def divide(
 
 
 def _cause(error: Exception) -> str:
-    """One line; of an exception in a worker that exception, not Ray's account of it."""
+    """One line of an exception; for one in a worker, without Ray's account of it."""
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {one_line(cause)}"

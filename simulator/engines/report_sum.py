@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
 Blankets = tuple[int, int, int]
-"""Some blankets of a round: the shuffler's number, the first blanket's, and one past the last's."""
+"""Blankets of a round: the shuffler's number, the first blanket's, and one past the last's."""
 
 SumReports = Callable[[int, Mapping[str, Any], np.ndarray, list[Blankets]], np.ndarray]
-"""What `ReportSum.sum` is, by this process or by several."""
+"""The signature of `ReportSum.sum`, which one process plays or several do together."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class VectorisedSettings:
 
     @property
     def records_per_block(self) -> int:
-        """How many records a block's users have; those who check in have about `chunk`."""
+        """How many records all users of a block have; those who check in have about `chunk`."""
         return int(self.chunk / self.plan.check_in_rate)
 
 
@@ -85,10 +85,11 @@ def cut(sizes: np.ndarray, chunk: int) -> np.ndarray:
 
 
 def sizes_to_try(sizes: np.ndarray, users: int, chunk: int) -> np.ndarray:
-    """How many records each user of a trial has; it has as many users as are computed at once.
+    """How many records each user of a trial has.
 
-    Users with unequally many records are computed in another way. If there are any, the trial has
-    users with the fewest records, with the most, and some that need padding.
+    The trial has as many users as are computed at once, those with the fewest records. Users with
+    unequal numbers of records are computed in another way: if the run has such users, the trial
+    also has one with the most records, and some that need padding.
     """
     count = min(users, 2 * chunk)
     smallest = np.sort(np.resize(np.sort(sizes), count))
@@ -101,13 +102,14 @@ def sizes_to_try(sizes: np.ndarray, users: int, chunk: int) -> np.ndarray:
 class ReportSum:
     """Sums blankets, and the reports of users whose records it has.
 
-    With `noise = "aggregate"` it leaves out noise, and with it blankets, which are noise alone.
+    With `noise = "aggregate"` the sum has no noise, and therefore no blankets, which are noise
+    alone.
 
-    Users are taken in blocks of neighbouring ids; the users of a block who check in have about
-    `chunk` records. A block's sum is rounded to the unit of reports, and the sums are added as
-    integers. So the sum of all is the same to the bit, whichever process sums which blocks in which
-    order. (A client rounds each report, which this engine never has; both errors are far below the
-    noise.)
+    Users are taken in blocks of neighbouring ids. Those of a block who check in have about `chunk`
+    records. A block's sum is rounded to the unit of reports, and the rounded sums are added as
+    integers. So the total is the same to the bit, whichever process sums which blocks in which
+    order. (A client rounds each report; this engine has no single reports. Both rounding errors are
+    far below the noise.)
     """
 
     def __init__(self, settings: VectorisedSettings, records: PartitionedRecords):
@@ -115,7 +117,7 @@ class ReportSum:
         self._dimension, device = settings.dimension, settings.keys.device
         self._records = records.to(device)
         # A forward may write to its model, so each thread has a model of its own. On a GPU threads
-        # take turns: memory holds one block's gradients, and meanwhile the other cores draw.
+        # take turns, because memory holds one block's gradients; meanwhile other cores draw noise.
         copies = torch.get_num_threads() if device == "cpu" else 1
         self._models = [
             ready_for(settings.computation.method, settings.make_model(), device)
@@ -140,14 +142,14 @@ class ReportSum:
     ) -> np.ndarray:
         """The sum of the reports of `users`, and of blankets.
 
-        It is computed by threads of one core each: torch's own threads wait for each other after
+        Threads of one core each compute it: torch's own threads would wait for each other after
         every operation.
 
         Args:
             round: from 1.
-            state: what `sent` gives of the round's model.
+            state: the parameters of the round's model, as `sent` gives them.
             users: ids of users who checked in, increasing, shape (k,).
-            blankets: which ones are this sum's to add.
+            blankets: which blankets this sum has to add.
 
         Returns:
             int64 of shape (d,), in units of the plan's mechanism.
@@ -156,7 +158,7 @@ class ReportSum:
             RoundFailed: the model fails.
         """
         total = np.zeros(self._dimension, dtype=np.int64)
-        # Not in this thread: its OpenMP threads would copy too, and then keep cores busy waiting.
+        # In this thread OpenMP's threads would copy too, and afterwards keep cores busy waiting.
         loads = self._threads.map(lambda own: load_sent(own, state), self._models)
         self._free = queue.SimpleQueue()
         for own, _ in zip(self._models, loads, strict=True):
@@ -173,7 +175,7 @@ class ReportSum:
         return total
 
     def _parts(self, blankets: Blankets) -> list[Blankets]:
-        """The same blankets in at least one part for each thread."""
+        """Cuts blankets into parts, at least one for each thread."""
         shuffler, first, last = blankets
         share = -(-(last - first) // torch.get_num_threads())
         step = max(1, min(share, _NUMBERS_AT_ONCE // self._dimension))
@@ -211,7 +213,7 @@ class ReportSum:
         seeds = self._randomness.training_seeds(round, users)
         mechanism = self._plan.mechanism
         clipping = Clipping(mechanism.clip_norm)
-        if isinstance(mechanism, LdpSgd):  # `noise = "aggregate"` adds all the rest
+        if isinstance(mechanism, LdpSgd):  # of a report only its part along the update
             draws = to_normals(self._randomness.standard_normal(round, users, 2))
             clipping = RandomSides.drawn(mechanism, draws, self._dimension, records.features.device)
         model, state = self._free.get()

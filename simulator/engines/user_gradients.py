@@ -58,7 +58,7 @@ Method = Literal["book-keeping", "vmap"]
 _CANCELLATION = 10.0  # see `Products`
 _SIZES = np.full(64, 2)
 _NUMBERS = 2**22  # numbers that are computed at once: what caches hold
-_SHOWN = 8  # users of a trial whose gradients are compared, spread over all of its users
+_SHOWN = 8  # users of a trial whose gradients are compared; they are spread over all of them
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,10 @@ def clipped_sum_of_updates(
         float32 of shape (d,), on the model's device.
     """
     device, training = records.features.device, computation.training
-    keys, numbers, vmapped = (
-        as_keys(seeds).to(device),
-        dimension(model),
-        computation.method == "vmap",
-    )
+    keys, vmapped = as_keys(seeds).to(device), computation.method == "vmap"
     first, *_ = trained(model).values()
-    total = first.new_zeros(numbers)
-    most = max(1, _worth(device.type) // numbers) if vmapped else None
+    total = first.new_zeros(dimension(model))
+    most = max(1, _worth(device.type) // len(total)) if vmapped else None
     batch = None if training.algorithm == "fedsgd" else training.local_batch_size
     buckets = Bucket.cut(records.sizes, device, most, batch)
     if vmapped:
@@ -121,7 +117,7 @@ def clipped_sum_of_updates(
         own = clipping.only(bucket.users)
         norms, bounds = lengths(of_bucket)
         scales = own.scales(norms)
-        # The others may overflow or lose precision in float32, so they take the vmap path.
+        # All other users may overflow or lose precision in float32, so they take the vmap path.
         sure = bounds <= min(FLOAT32.max, clipping.clip_norm / FLOAT32.tiny)
         if bounds is not norms:
             sure &= scales.abs() * bounds <= _CANCELLATION * clipping.clip_norm
@@ -167,12 +163,12 @@ def fastest_method(
     precision: Precision = "float32",
     sizes: np.ndarray = _SIZES,
 ) -> Method:
-    """Book-keeping if it does this model, else vmap; both are tried.
+    """Book-keeping if it can do this model, else vmap; both are tried.
 
     Each is tried on the device and in the precision of the run, with random parameters and records:
-    numbers of very different size, or tokens 0 and 1 for a model that looks records up. The
-    gradients of a few users by vmap are compared with gradients that are computed one by one. Those
-    by book-keeping are compared with vmap's in float64, for several numbers of users at once. That
+    numbers of very different size, or tokens 0 and 1 for a model that looks records up. First the
+    gradients of a few users by vmap are compared with gradients computed one by one. Then those
+    by book-keeping are compared with vmap's in float64, for several numbers of users at once. This
     finds a model that mixes the records of a batch, or uses a parameter outside its layer.
 
     Args:
@@ -228,7 +224,7 @@ def fastest_method(
 
 
 class _Types(TorchDispatchMode):
-    """While entered, notes types with fewer digits than float32 in which torch computes."""
+    """While entered, notes the types with fewer digits than float32 that torch computes in."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -251,7 +247,7 @@ def _worth(device: str) -> int:
 def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: str = "cpu") -> int:
     """About how many records to compute at once if the configuration does not say: 16 to 4096.
 
-    With as many, the tensors that a forward keeps for its backward, or its largest output, have
+    A forward over this many records keeps tensors for its backward, or has a largest output, of
     twice `_worth` numbers; with local epochs, whose steps take only some of the records, 16 times.
     """
     copied, kept = copy.deepcopy(model), 1
@@ -264,15 +260,13 @@ def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: s
 
     largest = 1
 
-    def look(
-        module: nn.Module, given: Any, output: Any
-    ) -> None:  # of frozen layers nothing is kept
-        nonlocal largest
+    def look(module: nn.Module, given: Any, output: Any) -> None:
+        nonlocal largest  # a frozen layer keeps nothing for the backward, but has an output
         largest = max(largest, output.numel() if isinstance(output, torch.Tensor) else 1)
 
     features, _ = made_up(model, form, _SHOWN)
     for each in copied.modules():
-        if not isinstance(each, torch.jit.ScriptModule):  # which takes no hooks
+        if not isinstance(each, torch.jit.ScriptModule):  # such a module takes no hooks
             each.register_forward_hook(look)
     with seeded(0), torch.enable_grad(), saved_tensors_hooks(count, lambda tensor: tensor):
         copied(features)
@@ -282,7 +276,7 @@ def usual_chunk(model: nn.Module, form: Form, training: LocalTraining, device: s
 
 
 def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Module:
-    """A copy of the model on the device, in training mode, as this method computes it fastest.
+    """A copy of the model on the device, in training mode, in the memory format of the method.
 
     On CPUs convolution and pooling take half the time when the channels of a pixel are neighbours.
     """
@@ -294,7 +288,7 @@ def ready_for(method: Method, model: nn.Module, device: str = "cpu") -> nn.Modul
 
 @torch.no_grad()
 def _agrees(model: nn.Module, records: Together, training: LocalTraining) -> bool:
-    """Whether book-keeping gives each user's gradient, at random parameters, and keeps no state."""
+    """Whether book-keeping gives each user's gradient at random parameters, and leaves no state."""
     generator = torch.Generator().manual_seed(1)
     for parameter in trained(model).values():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
@@ -335,9 +329,14 @@ def call_in(precision: Precision) -> Callable[..., torch.Tensor]:
 
 
 def clipped_sum(updates: Tensors, clipping: Clipping) -> torch.Tensor:
-    """The sum of users' clipped updates, where one with a NaN or infinity counts as zero.
+    """The sum of k users' clipped updates; an update with a NaN or infinity counts as zero.
 
-    `updates` are float32 of shape (k, ...) for every parameter; the sum is of shape (d,).
+    Args:
+        updates: of every parameter by name, float32 of shape (k, ...).
+        clipping: of the updates.
+
+    Returns:
+        float32 of shape (d,).
     """
     gradients: Gradients = {
         (name,): Dense(each.reshape(len(each), -1)) for name, each in updates.items()

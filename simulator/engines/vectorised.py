@@ -1,7 +1,7 @@
 """The vectorised engine: a round is one computation over the users who checked in, no messages.
 
 Plan, coins, clipping, noise, blankets and training are the same as in the Flower engine. There is
-no shuffler, no sealing and no node: what these are for cannot be studied here.
+no shuffler, no sealing and no node, so this engine shows nothing about them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import math
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from shufl.learning.config import Config
     from shufl.results.experiment import Experiment
 
-_SILENCE = 0x5113  # so that who is absent is independent of other draws from the same seed
+_SILENCE = 0x5113  # makes the draws of absent users independent of all others of the same seed
 
 
 class VectorisedEngine:
@@ -65,7 +64,7 @@ class VectorisedEngine:
     nodes = "simulated"
 
     def __init__(self, experiment: Experiment):
-        """Checks that the device, the CPUs or the Ray cluster are there; tries the model."""
+        """Checks the machine and the configuration, and tries the model."""
         keys = experiment.config.simulation
         self.check(experiment.config, experiment.parameters)
         experiment.plan.check_dimension(experiment.parameters)
@@ -93,7 +92,7 @@ class VectorisedEngine:
 
     @staticmethod
     def check(config: Config, parameters: int) -> None:
-        """Checks the device, the Ray workers, and what this engine cannot do."""
+        """Refuses a plan that this engine cannot play, and a device or Ray workers it lacks."""
         keys, privacy = config.simulation, config.privacy
         check_draws(config)
         if (aggregator := config.training.aggregator) != "mean":
@@ -110,13 +109,8 @@ class VectorisedEngine:
             )
         _check_machine(keys)
 
-    def run(
-        self,
-        training: TrainingSettings,
-        observe: Observe,
-        stop: threading.Event,
-    ) -> RunEnd:
-        """Trains in this thread."""
+    def run(self, training: TrainingSettings, observe: Observe, stop: threading.Event) -> RunEnd:
+        """Plays all rounds in this thread."""
         with self._sum_reports(training.folder, stop) as sum_reports:
             play, run = VectorisedRounds(self.settings, sum_reports), Training(training)
             for round in run.rounds():
@@ -125,17 +119,16 @@ class VectorisedEngine:
                 observe(run.end(round, play(round, run.begin(round))), run.result)
             return run.finish()
 
-    @contextlib.contextmanager
-    def _sum_reports(self, folder: Path, stop: threading.Event) -> Iterator[SumReports]:
-        """Where reports are summed: in this process, or by Ray workers."""
+    def _sum_reports(
+        self, folder: Path, stop: threading.Event
+    ) -> contextlib.AbstractContextManager[SumReports]:
+        """Gives what sums a round's reports: this process, or Ray workers."""
+        records = self.load_users()
         if self.settings.keys.workers == 1:
-            yield ReportSum(self.settings, self.load_users()).sum
-        else:
-            from shufl.simulator.engines.ray_workers import ray_workers
+            return contextlib.nullcontext(ReportSum(self.settings, records).sum)
+        from shufl.simulator.engines.ray_workers import ray_workers
 
-            records, log_file = self.load_users(), folder / "ray.log"
-            with ray_workers(self.settings, records, log_file, stop) as sum_reports:
-                yield sum_reports
+        return ray_workers(self.settings, records, folder / "ray.log", stop)
 
 
 def _check_machine(keys: VectorisedKeys) -> None:
@@ -153,7 +146,7 @@ def _check_machine(keys: VectorisedKeys) -> None:
 
 
 def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:
-    """The fastest way to compute users' gradients, and about how many records at once.
+    """The fastest way to compute users' gradients, and how many records it takes at once, about.
 
     Raises:
         ConfigError: torch cannot vectorise the model.
@@ -165,7 +158,7 @@ def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:
         chunk = chunk or usual_chunk(model, form, training, keys.device)
         tried = sizes_to_try(sizes, experiment.plan.users, chunk)
         device, precision = keys.device, keys.precision
-        with warnings.catch_warnings():  # of a vmap that is slow, and may not be used
+        with warnings.catch_warnings():  # a slow vmap warns, even if it will not be used
             warnings.simplefilter("ignore", UserWarning)
             return fastest_method(model, form, training, device, precision, tried), chunk
     except CODE_ERRORS as error:
@@ -187,10 +180,9 @@ class VectorisedRounds:
         self._discarded = 0  # rounds in a row
 
     def __call__(self, round: int, model: nn.Module) -> PlayedRound:
-        """Plays a round: coins, blankets, and the mean update of the batches that are released."""
+        """Plays a round: coins, blankets, and the mean update over the released batches."""
         settings, plan = self._settings, self._settings.plan
-        users = self._reporting(round)
-        users, crowds = self._present(round, users)
+        users, crowds = self._present(round, self._reporting(round))
         shufflers = settings.shuffler_of(users)
         reports = np.bincount(shufflers, minlength=len(crowds))
         blankets = [
@@ -229,7 +221,7 @@ class VectorisedRounds:
     def _noise(self, round: int, senders: int, shufflers: int) -> np.ndarray:
         """The noise in the sum of a round, in units of the mechanism: float64 of shape (d,).
 
-        With sums it has the noise of shufflers and server too.
+        With `mixing = "sum"` it includes the noise of the shufflers and of the server.
         """
         plan, dimension = self._settings.plan, self._settings.dimension
         mechanism = plan.mechanism
@@ -240,7 +232,7 @@ class VectorisedRounds:
         return np.asarray(deviation / mechanism.unit(dimension) * draws)
 
     def _reporting(self, round: int) -> np.ndarray:
-        """The ids of the users who check in, or who drew this round, in increasing order."""
+        """The ids of the users who check in, or whose allocation has this round, increasing."""
         plan, seed = self._settings.plan, self._settings.seed
         if plan.participation == "check-in":
             return self._randomness.checked_in(round, plan.users, plan.check_in_rate)
@@ -256,8 +248,8 @@ class VectorisedRounds:
             users: ids of the users who checked in, int of shape (k,).
 
         Returns:
-            The ids of those who are present; and how many users of each shuffler are present, with
-            or without a check-in: int of shape (shufflers,).
+            The ids among `users` who are present; and each shuffler's number of present users, who
+            may or may not have checked in: int of shape (shufflers,).
         """
         settings, silent, crowds = self._settings, self._settings.keys.silent, self._crowds
         if not silent:

@@ -27,12 +27,12 @@ class Series(Section):
         name: in tables and plots.
         settings: of this line, added to the grid's.
         each: further settings, one table for each of the grid's values. Default: none.
-        trainer: `shufl` plays the rounds of the configuration. `central` is the reference for a
-            server that everybody trusts: DP-SGD by Opacus with the same data, model and ε, of
-            single records; `central-users` sums our updates of users, with one noise. `plain` is
-            SGD without privacy, `plain-users` our algorithm without clipping or noise: if the axis
-            changes only the privacy of a run, one run of each seed stands for all values. Or
-            `module:callable`: see `Trainer`.
+        trainer: `shufl` plays the rounds of the configuration. `central` and `central-users` are
+            references for a server that everybody trusts: DP-SGD by Opacus, of single records, with
+            the same data, model and ε; or our users' updates, whose sum gets one noise. `plain` and
+            `plain-users` have no privacy: SGD, or our algorithm without clipping or noise. If the
+            axis changes only the privacy of a run, one plain run of each seed stands for all
+            values. For `module:callable` see `Trainer`.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Grid(Section):
         across: the setting along the axis, `section.key`.
         label: of the axis.
         values: of the setting along the axis.
-        seeds: each point is played with each of them.
-        series: the lines.
+        seeds: each point is played once with each seed.
+        series: the lines of the plot.
     """
 
     title: str
@@ -134,6 +134,7 @@ class Point:
     Attributes:
         series, value, seed: its place in the grid.
         trainer: as in `Series`.
+        config: of the run.
     """
 
     series: str
@@ -154,7 +155,7 @@ class Point:
 
     @property
     def own_code(self) -> list[str]:
-        """The names, `module:callable`, of your own code in configuration and trainer."""
+        """The names of your own code in configuration and trainer: each is `module:callable`."""
         return self.config.own_code + [self.trainer] * (":" in self.trainer)
 
     @property
@@ -164,7 +165,7 @@ class Point:
 
     @property
     def apart_from_seed(self) -> tuple[str, str]:
-        """What points that differ in their seed alone have in common."""
+        """Trainer and configuration without the seed: points that differ in it alone are equal."""
         return self.trainer, dumps(self.config.model_copy(update={"seed": 0}))
 
     def __str__(self) -> str:
@@ -172,14 +173,11 @@ class Point:
 
 
 def shown(value: float | str) -> str:
-    """A value of the axis, as tables have it."""
+    """A value of the axis, as tables show it."""
     return value if isinstance(value, str) else f"{value:g}"
 
 
 def load_grid(source: str) -> tuple[str, Grid]:
-    """A grid and its name.
-
-    `source` is a TOML file, or the name of a grid that ships with shufl.
-    """
+    """A grid and its name; `source` is a TOML file, or the name of one that ships with shufl."""
     content = read_named(source, "experiments", "an experiment")
     return Path(source).stem, Grid.checked(source, content)

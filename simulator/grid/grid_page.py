@@ -30,7 +30,7 @@ Result = dict[str, Any]
 def write_page(
     name: str, grid: Grid, points: list[Point], folder: Path, pages: Path, failed: dict[str, str]
 ) -> Path:
-    """Writes NAME.csv, NAME.svg and NAME.md, which it returns, to `pages`."""
+    """Writes NAME.csv, NAME.svg and NAME.md to the folder `pages`; returns the last one's path."""
     pages.mkdir(parents=True, exist_ok=True)
     results = finished(points, folder)
     write_rows(results, pages / f"{name}.csv")
@@ -100,7 +100,7 @@ def plot_results(grid: Grid, results: list[Result], *paths: Path) -> None:
             title=grid.title,
         )
         lowest, highest = axes.get_ylim()
-        if unit == 100.0 and highest - lowest > _WIDE:  # else the best series would be one line
+        if unit == 100.0 and highest - lowest > _WIDE:  # keeps the best series apart
             axes.set_yscale("function", functions=(_by_error, _from_error))
             axes.set_yticks([tick for tick in _TICKS if lowest < tick < highest])
             axes.set_ylim(lowest, min(highest, 100 - _LEAST_ERROR))
@@ -131,7 +131,7 @@ def _sections(
     failed: dict[str, str],
     plot: str,
 ) -> list[Part]:
-    """The sections of a page; `plot` is the address of what `plot_results` drew."""
+    """The sections of a page; `plot` is the address of the plot by `plot_results`."""
     results = [result for _, result in finished]
     seeds = sorted({result["seed"] for result in results})
     dumped = [(point.config.model_dump(exclude_none=True), point.trainer) for point in points]
@@ -153,11 +153,7 @@ def _sections(
         sections += [
             {"title": grid.label, "plot": plot, "alt": alt},
             {"title": f"{axis.capitalize()}, {told}", "table": scores},
-            {
-                "title": "What each run did",
-                "note": _EVERY_PAIR,
-                "table": plan_table(grid, results),
-            },
+            {"title": "What each run did", "note": _EVERY_PAIR, "table": plan_table(grid, results)},
             {"title": "What ε holds for", "table": _coverage_table(results)},
         ]
     there = {point.key for point, _ in finished}
@@ -173,7 +169,7 @@ def _sections(
 
 
 def _configurations(grid: Grid, finished: list[tuple[Point, Result]]) -> Part:
-    """The configuration of each series' first run; the table of `write_rows` has all."""
+    """The configuration of each series' first run; the table of `write_rows` has those of all."""
     first = {point.series: dumps(point.config).strip() for point, _ in reversed(finished)}
     files = [(each.name, first[each.name]) for each in grid.series if each.name in first]
     return {"title": "Configurations", "note": "Of each series' first run.", "files": files}
@@ -225,7 +221,7 @@ def _plan_number(key: str, value: float | None) -> str:
 
 
 def _head_facts(results: list[Result]) -> Iterator[tuple[str, str]]:
-    """What matters first: from the least to the largest of all runs."""
+    """The most important numbers, each from the least to the largest of all runs."""
     runs = [
         (*_first_epsilons([result]), (score, score_text(name, score)))
         for result in results
@@ -247,7 +243,7 @@ _EVERY_PAIR = (
 
 
 def _first_epsilons(results: list[Result]) -> list[tuple[float | None, str]]:
-    """`_FIRST` of runs that differ in their seed alone: each the number, and the text for it.
+    """The two ε of `_FIRST`, of runs that differ in their seed alone: each as number and as text.
 
     An accountant that does not price all of these runs has no number.
     """
@@ -264,7 +260,7 @@ def _first_epsilons(results: list[Result]) -> list[tuple[float | None, str]]:
 
 
 def _largest_epsilon(results: list[Result], accountant: str) -> float | None:
-    """None where an accountant that was asked for a result's ε has none."""
+    """The largest ε by an accountant; None if it has none for a result that asks for it."""
     given = [each["epsilon"][accountant] for each in results if accountant in each["epsilon"]]
     return None if None in given else max(given, default=None)
 
@@ -283,9 +279,9 @@ _TRUSTED = {
     for name, whose, what in (("opacus", "record", "gradient"), ("central", "user", "update"))
 }
 _NUMBERS = {
-    **{"γ": "check_in_rate", "z": "noise_multiplier", "λ": "shuffler_blankets"},
-    **{"σ": "central_noise", "rounds": "rounds", "δ": "delta"},
-}
+    "γ": "check_in_rate", "z": "noise_multiplier", "λ": "shuffler_blankets", "σ": "central_noise",
+    "rounds": "rounds", "δ": "delta",
+}  # fmt: skip
 
 
 def _origins(results: list[Result]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Plans for a target ε: what is found for each check-in rate and rounds, and what that costs."""
+"""Finds plans for a target ε at several check-in rates and rounds, and says what they cost."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shufl.accounting import (
-    CalibrationError,
-    OpenPlan,
-    fitted,
-    mean_update_error,
-    unused_note,
-)
+from shufl.accounting import CalibrationError, OpenPlan, fitted, mean_update_error, unused_note
 from shufl.learning.config import dumps, load
 from shufl.shuffler import message_length, usual_sealing
 
@@ -29,13 +23,18 @@ ROUNDS = (100, 300, 1000, 4000)
 def candidates(
     asked: OpenPlan, dimension: int | None, device_megabytes: float | None
 ) -> list[OpenPlan]:
-    """The plans to search for: the one that is asked for, or those that are compared.
+    """The plans to search for: the one that is asked for, or several to compare.
 
-    They are compared where the noise is open and also the check-in rate or the rounds, in whose
-    places `RATES` and `ROUNDS` stand. Plans in which a device sends more than that are left out.
+    Plans are compared if the noise is open and the check-in rate or the rounds are open too. Then
+    `RATES` and `ROUNDS` take the places of these two.
+
+    Args:
+        asked: the plan with what it leaves open.
+        dimension: d, the number of the model's parameters; None: not known.
+        device_megabytes: the most that a device sends in the run. Default: any number.
 
     Raises:
-        ValueError: No plan is left, or the model's parameters, `dimension`, are not known.
+        ValueError: no plan is left, or plans are compared and `dimension` is None.
     """
     if len(asked.open) == 1 or {"rounds", "check_in_rate"}.isdisjoint(asked.open):
         if device_megabytes is not None:
@@ -66,12 +65,17 @@ def candidates(
 def find_plans(
     asked: list[OpenPlan], dimension: int | None, setting: Setting | None
 ) -> list[dict[str, Any]]:
-    """What is found for each of the plans that can reach its target, by `run_error`.
+    """What is found for each plan that can reach its target, the least `run_error` first.
 
-    Several plans are searched for by as many processes as there are processors.
+    One process for each processor searches, if there are several plans.
+
+    Args:
+        asked: the plans with what they leave open.
+        dimension: d, the number of the model's parameters; None: not known.
+        setting: what runs with a dataset have reached, for the expected accuracy.
 
     Raises:
-        CalibrationError: None of them reaches it.
+        CalibrationError: no plan reaches its target.
     """
     find = functools.partial(_found, dimension=dimension, setting=setting)
     if len(asked) == 1:
@@ -87,10 +91,11 @@ def find_plans(
 def _found(asked: OpenPlan, dimension: int | None, setting: Setting | None) -> dict[str, Any] | str:
     """What is found, and what it costs; or why nothing is found.
 
-    `mean_update_error` is that of a round, and `run_error` that of the mean of all rounds'
-    estimates, if the model stood still. `reports_a_round` counts no empty reports of cover.
-    `device_bytes` are sent in the whole run, with sums by a device of one user. `shuffler_bytes`
-    are held in a round, with sums without the seeds. Both are None if `dimension` is.
+    `mean_update_error` is the error of a round's estimate. `run_error` is the error of the mean of
+    all rounds' estimates, if the model stood still. `reports_a_round` leaves out the empty reports
+    of cover. `device_bytes` is what a device sends in the whole run; with sums, a device of one
+    user. `shuffler_bytes` is what a shuffler holds in a round; with sums, without the seeds. Both
+    are None if `dimension` is.
     """
     try:
         plan = fitted(asked)
@@ -132,10 +137,10 @@ class Setting:
 
     Attributes:
         dataset: its name.
-        reached: pairs of `run_error` and accuracy.
-        config: that ships with shufl.
-        dimension: of its model.
-        records: in its training set.
+        reached: pairs of `run_error` and accuracy, the least error first.
+        config: the name of a configuration that ships with shufl.
+        dimension: d, the number of the model's parameters.
+        records: how many the training set has.
     """
 
     dataset: str
@@ -145,15 +150,15 @@ class Setting:
     records: int = 60_000
 
     def configuration(self, row: dict[str, Any]) -> str:
-        """The configuration of a plan that was found, as TOML."""
+        """The configuration of a plan that `find_plans` found, as TOML."""
         data = {"data.dataset": self.dataset, "data.users": row["users"]}
         found = {"privacy": row["privacy"], "training.learning_rate": row["learning_rate"]}
         return dumps(load(self.config, {"name": f"{self.dataset}-plan"} | data | found))
 
     def accuracy(self, run_error: float) -> float | None:
-        """What is to be expected, along a line in log error.
+        """The expected accuracy, along lines in the logarithm of the error.
 
-        With less error than was tried it is the best there was; with more it is not known.
+        For a smaller error than was tried it is the best accuracy; for a larger one it is None.
         """
         errors, accuracies = zip(*self.reached, strict=True)
         if run_error > errors[-1]:
@@ -189,10 +194,7 @@ Most are of `blanket` after 1 000 rounds; the least errors are those of particip
 
 _MNIST = [(error, mnist) for error, mnist, _ in _REACHED]
 _FASHION = [(error, fashion) for error, _, fashion in _REACHED if fashion]
-SETTINGS = {
-    "mnist": Setting("mnist", _MNIST),
-    "fashion-mnist": Setting("fashion-mnist", _FASHION),
-}
+SETTINGS = {"mnist": Setting("mnist", _MNIST), "fashion-mnist": Setting("fashion-mnist", _FASHION)}
 """By dataset."""
 
 

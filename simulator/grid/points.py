@@ -31,13 +31,19 @@ from shufl.simulator.grid.definition import Point
 from shufl.simulator.grid.references import Reference, UserReference, as_central, trusted
 
 _RESULT = "result.json"
+_OF_PLAN = (
+    "delta", "adjacency", "accountant", "check_in_rate", "shuffler_blankets", "central_noise",
+)  # fmt: skip
 
 
 @usual_settings()
 def play(point: Point, folder: Path, threads: int) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
-    `threads` is how many threads torch gets.
+    Args:
+        point: what is played.
+        folder: of the point: for `result.json` and run folders.
+        threads: how many threads torch gets.
     """
     torch.set_num_threads(threads)
     if point.trainer == "shufl":
@@ -66,7 +72,7 @@ def check(point: Point) -> None:
 
 
 def rests_on(point: Point) -> str:
-    """A digest of your code and data behind a point; empty if it needs none of yours.
+    """A digest of your own code and data that a point needs; empty if it needs none.
 
     Raises:
         ConfigError: the data cannot be loaded, or a module has changed since it was imported.
@@ -78,20 +84,21 @@ def rests_on(point: Point) -> str:
 
 
 class Trainer(Protocol):
-    """Trains a point of a grid in another way than ours (`trainer = "module:callable"`).
+    """Trains a point of a grid in a way of your own (`trainer = "module:callable"`).
 
-    The callable is called with the point's `Config`, from which it makes the trainer. What it
-    raises is told before any run begins.
+    The callable gets the point's `Config` and returns the trainer. An error that it raises is told
+    before any run begins.
     """
 
     def train(self) -> dict[str, Any]:
         """Trains to the end.
 
         Returns:
-            `score_name` and `score`, a finite number. Also any of `loss`; `rounds`, the rounds
-            played, and `check_in_rate`, if they differ from the configuration's; and of a promise
-            `epsilon`, numbers by the name of an accountant, `delta`, `adjacency`, `accountant`,
-            `noise_multiplier`, `shuffler_blankets` and `central_noise`. By default there is none.
+            `score_name`, and `score`, a finite number. Any of these too: `loss`; `rounds` (played)
+            and `check_in_rate`, if they differ from the configuration's. A trainer that promises
+            privacy adds `epsilon` (numbers by the name of an accountant), `delta`, `adjacency`,
+            `accountant`, `noise_multiplier`, `shuffler_blankets` and `central_noise`; by default
+            nothing is promised.
         """
 
 
@@ -103,7 +110,7 @@ _TRAINERS = {
 
 
 def _trainer(point: Point) -> Trainer:
-    """The trainer of a point, made from its configuration; making it is the check."""
+    """Makes the trainer of a point; one that cannot train it refuses the configuration here."""
     begin_anew(point.config)
     make = find("trainer", point.trainer, _TRAINERS)
     with your_code(f"trainer {point.trainer} does not take the configuration"):
@@ -114,10 +121,10 @@ def _trainer(point: Point) -> Trainer:
 def _by_another(point: Point) -> dict[str, Any]:
     privacy, trainer, begun = point.config.privacy, _trainer(point), time.monotonic()
     usual: dict[str, Any] = {
-        **{"loss": None, "rounds": privacy.rounds, "check_in_rate": privacy.check_in_rate},
-        **{"epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–"},
-        **{"noise_multiplier": 0.0, "shuffler_blankets": 0.0, "central_noise": 0.0},
-    }
+        "loss": None, "rounds": privacy.rounds, "check_in_rate": privacy.check_in_rate,
+        "epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–",
+        "noise_multiplier": 0.0, "shuffler_blankets": 0.0, "central_noise": 0.0,
+    }  # fmt: skip
     with your_code(f"trainer {point.trainer} did not tell what came of it"):
         return usual | trainer.train() | {"seconds": time.monotonic() - begun}
 
@@ -201,8 +208,6 @@ def _outcome(played: Path) -> dict[str, Any]:
         "loss": summary["loss"],
         "rounds": summary["rounds"],
         "epsilon": {name: row["epsilon"] for name, row in summary["epsilon"].items()},
-        **{key: plan[key] for key in ("delta", "adjacency", "accountant", "check_in_rate")},
-        **{key: plan[key] for key in ("shuffler_blankets", "central_noise")},
         "noise_multiplier": plan["mechanism"]["noise_multiplier"],
         "seconds": sum(row["seconds"] for row in read_rows(played / "metrics.jsonl")),
-    }
+    } | {key: plan[key] for key in _OF_PLAN}

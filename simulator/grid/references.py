@@ -1,7 +1,7 @@
-"""The references from above: a server that everybody trusts, and no privacy.
+"""References that ours cannot exceed: a server that everybody trusts, and no privacy.
 
-`Reference` is of single records, by Opacus or by plain SGD; `trusted` and `UserReference` are of
-users.
+`Reference` protects or trains on single records, by Opacus or by plain SGD. `trusted` and
+`UserReference` take users.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def _scored(
 
 
 class Reference:
-    """Training with a configuration's data, model and rounds; making it is the check.
+    """Training with a configuration's data, model and rounds.
 
     A record is in a round's batch with probability 1/b, where b is the number of equal batches that
     the records make, about 1/γ.
     """
 
     def __init__(self, config: Config, private: bool):
-        """Gets ready.
+        """Gets ready, and checks the configuration.
 
         Args:
-            config: the configuration.
+            config: of the point.
             private: whether Opacus clips and adds noise. Its ε is for adding or removing a record;
                 for replacing one it would be larger. Otherwise nothing is clipped, no noise is
                 added, and the batches of 1/γ rounds are all records in random order.
@@ -87,7 +87,7 @@ class Reference:
         self._loader: Any = DataLoader(
             TensorDataset(torch.arange(records)), batch_size=size, shuffle=True
         )
-        # Fewer than 1/γ, where they do not divide the records; Opacus draws by these.
+        # There are fewer than 1/γ if these do not divide the records. Opacus draws at 1/b.
         self._batches = len(self._loader)
         self._promise: dict[str, Any] = {}
         if private:
@@ -95,7 +95,7 @@ class Reference:
                 self._make_private()
 
     def train(self) -> dict[str, Any]:
-        """Trains, and tells what came of it."""
+        """Trains; see `Trainer`."""
         data, model, device = self._data, self._model, self._config.simulation.device
         average = self._optimiser.average_of(model)
         drawn = itertools.chain.from_iterable(itertools.repeat(self._loader))
@@ -170,20 +170,21 @@ def _check(config: Config, records: int, owned: bool) -> None:
 
 _GAUSSIAN = {"mechanism": "gaussian", "categories": None, "local_epsilon": None}
 _ANY_PLAN = _GAUSSIAN | {
-    **{"accountant": "local", "target_epsilon": 1e9, "noise_multiplier": 1.0},
-    **{"shuffler_blankets": 0.0, "participation": "check-in"},
-}
+    "accountant": "local", "target_epsilon": 1e9, "noise_multiplier": 1.0,
+    "shuffler_blankets": 0.0, "participation": "check-in",
+}  # fmt: skip
 _CENTRAL = _GAUSSIAN | {
-    **{"mixing": "sum", "cover": True, "accountant": "sum-distributed", "adjacency": "zero-out"},
-    **{"noise_multiplier": None, "shuffler_blankets": 0.0, "participation": "check-in"},
-    **{"central_noise": None, "least_present": None, "minimum_batch": None},
-}
+    "mixing": "sum", "cover": True, "accountant": "sum-distributed", "adjacency": "zero-out",
+    "noise_multiplier": None, "shuffler_blankets": 0.0, "participation": "check-in",
+    "central_noise": None, "least_present": None, "minimum_batch": None,
+}  # fmt: skip
 
 
 def trusted(config: Config) -> Config:
-    """A run whose sum has the noise of a trusted server with the target ε, by all users together.
+    """The configuration of a run in which all users together add a trusted server's noise.
 
-    To leave a user out of a sum that is divided by a fixed number is zero-out.
+    Its target ε is for leaving a user out: in a sum that is divided by a fixed number, this is
+    zero-out.
     """
     privacy = config.privacy.model_copy(update=_CENTRAL)
     simulation = config.simulation.model_copy(update={"noise": "aggregate", "silent": 0.0})
@@ -193,7 +194,7 @@ def trusted(config: Config) -> Config:
 
 
 def as_central(came_to: dict[str, Any], users: int) -> dict[str, Any]:
-    """The result of such a run, in the words of a trusted server; `users` is n."""
+    """The result of a run of `trusted`, told as a trusted server's; `users` is n."""
     return came_to | {
         "epsilon": {"central": came_to["epsilon"]["sum-distributed"]},
         "adjacency": "add or remove",
@@ -205,23 +206,23 @@ def as_central(came_to: dict[str, Any], users: int) -> dict[str, Any]:
 class UserReference:
     """Training without privacy, with a configuration's users, coins, algorithm and rounds.
 
-    The updates are the same as in our runs, and are summed as they are. Making it is the check.
+    The updates are the same as in our runs, and are summed as they are.
     """
 
     def __init__(self, config: Config):
-        """Gets ready.
+        """Gets ready, and checks the configuration.
 
         Raises:
             ConfigError: as for a run of this configuration.
         """
-        # What our accountants say of the plan is nothing to a reference.
+        # A reference needs a plan, but whatever an accountant says of it is not used.
         privacy = config.privacy.model_copy(update=_ANY_PLAN)
         self._experiment = experiment = prepare(config.model_copy(update={"privacy": privacy}))
         self._engine = engine_of("vectorised")(experiment)
         self._records = experiment.load_users().to(config.simulation.device)
 
     def train(self) -> dict[str, Any]:
-        """Trains, and tells what came of it."""
+        """Trains; see `Trainer`."""
         experiment, plan = self._experiment, self._experiment.plan
         ours = optimiser(experiment.config, plan.rounds)
         device = experiment.config.simulation.device

@@ -32,7 +32,13 @@ def play_grid(
 ) -> tuple[list[dict[str, Any]], Path, dict[str, str]]:
     """Plays a grid, or goes on with it, and writes its table and its page.
 
-    `pages` is where table and page go, and whose table spares points; None: the grid's folder.
+    Args:
+        source: of the grid; see `load_grid`.
+        results: the folder in which the grid has its own.
+        pages: the folder for table and page. Points that a table there has are not played again.
+            None: the grid's own folder.
+        cpus: of each run; see `play_points`.
+        console: for progress.
 
     Returns:
         The results of finished points; the page; why points failed, by their names.
@@ -66,20 +72,20 @@ def play_grid(
 
 
 def play_points(
-    points: list[Point],
-    folder: Path,
-    cpus: int,
-    console: Console,
-    failed: dict[str, str],
+    points: list[Point], folder: Path, cpus: int, console: Console, failed: dict[str, str]
 ) -> None:
-    """Plays the points that have no result yet, after a check of all of them.
+    """Checks all points that have no result yet, and then plays them.
 
-    Each point has a folder in `folder`, and `cpus` CPUs and threads of torch. The console gets a
-    line for each finished point; `failed` gets the reason for each that failed, by its name.
+    Args:
+        points: of the grid.
+        folder: each point has a folder in it.
+        cpus: how many CPUs, and threads of torch, each run has.
+        console: gets a line for each finished point.
+        failed: gets the reason for each point that failed, by the point's name.
 
     Raises:
-        ConfigError: the configuration of one of them is wrong, or no node of Ray has the CPUs and
-            GPUs that a run needs; none has been played.
+        ConfigError: the configuration of a point is wrong, or no node of Ray has the CPUs and GPUs
+            that a run needs. No point has been played.
         EngineFailed: Ray does not start.
         KeyboardInterrupt: SIGINT or SIGTERM came; the runs at work are ended.
     """
@@ -96,7 +102,7 @@ def play_points(
 
         def begin(task: Callable[..., None], point: Point, *arguments: Any) -> Any:
             needs: dict[str, Any] = {"num_cpus": cpus, "num_gpus": _gpus(point)}
-            needs["name"] = task.__name__  # what tools show as the process's name
+            needs["name"] = task.__name__  # tools show it as the process's name
             remote = ray.remote(max_retries=0, **needs)(_at_path).remote
             return remote(sys.path, sys.argv, task, point, *arguments)
 
@@ -140,7 +146,7 @@ def _at_path(
 
 
 def _refuse_mistake(done: Any, point: Point) -> None:
-    """Raises the ConfigError of a task of `check`; any other error will end `play` too."""
+    """Raises the ConfigError of a task of `check`; any other error will be told by `play`."""
     import ray
 
     try:
@@ -152,7 +158,7 @@ def _refuse_mistake(done: Any, point: Point) -> None:
 
 
 def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> str:
-    """What has become of a point, in words; `done` is its task."""
+    """What has become of a point, in words; `done` is its finished task."""
     import ray
 
     try:
@@ -160,7 +166,7 @@ def _outcome(done: Any, point: Point, folder: Path, failed: dict[str, str]) -> s
         result = read_result(folder / point.key) or {}
         name, score = result["score_name"], result["score"]
         return f"{name} {score_text(name, score)} in {result['seconds']:.0f} s"
-    except Exception as error:  # whatever the run raised, or Ray of a worker that died
+    except Exception as error:  # the run may raise anything, and Ray tells of a worker that died
         failed[str(point)] = one_line(getattr(error, "cause", None) or error)[:300]
         return f"failed: {failed[str(point)]}"
 

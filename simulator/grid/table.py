@@ -49,7 +49,7 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
     """Gives points their results from a table that `write_rows` wrote, if there is one at `path`.
 
     A point gets a row's result if series and configuration are the same to the letter. A point that
-    needs code or data of your own gets none: the same name may mean something else there.
+    needs code or data of your own gets none: on another machine the name may mean something else.
 
     Raises:
         ValueError: the file is no such table, or the row of a point is damaged.
@@ -80,7 +80,7 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
 
 
 def _came_to(row: dict[str, str]) -> dict[str, Any]:
-    """The result of which `write_rows` made a row."""
+    """The result that `write_rows` made this row of."""
     return {
         **{key: float(row[key]) if row[key] else None for key in _NUMBERS if key in row},
         **{key: row.get(key, "") for key in _WORDS},

@@ -8,7 +8,6 @@ from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.server import Aggregate, Mean
 from shufl.server.rounds import _mean_of
-from shufl.simulator.engines.vectorised import VectorisedEngine
 
 
 class Nothing:
@@ -48,23 +47,14 @@ def loud(plan, dimension):
         ("median", "training.aggregator must be mean, or module:callable, got"),
         ("nowhere:filter", "training.aggregator nowhere:filter could not be imported"),
         ("test_aggregators:loud", "loud cannot aggregate reports: no reports please"),
-        (
-            "test_aggregators:Nothing",
-            r"shape (650,) and type float32 (also of no reports), got (650,) and float64",
-        ),
+        ("test_aggregators:Nothing",
+         r"shape (650,) and type float32 (also of no reports), got (650,) and float64"),
     ],
-)
+)  # fmt: skip
 def test_one_that_cannot_be_used_is_one_line(name, message):
     with pytest.raises(ConfigError) as error:
         prepare(load("quickstart", {"training.aggregator": name}))
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_vectorised_engine_has_no_reports_for_it():
-    changes = {"training.aggregator": "test_aggregators:Median"}
-    experiment = prepare(load("quickstart", changes | {"simulation.engine": "vectorised"}))
-    with pytest.raises(ConfigError, match="must be mean with engine vectorised, which has the sum"):
-        VectorisedEngine(experiment)
 
 
 def test_estimates_of_several_shufflers_count_by_their_users():

@@ -165,83 +165,46 @@ def of_this_module(monkeypatch, make):
     return f"{__name__}:made_here"
 
 
-def test_a_callable_of_yours_is_a_dataset(monkeypatch):
-    dataset = load_dataset(of_this_module(monkeypatch, flowers))
-    assert (dataset.input_shape, dataset.classes) == ((3,), 2)
-    inputs = dataset.inputs(dataset.train_features)
-    assert inputs[1].tolist() == [1.5, 1.0, 0.125]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"train_features": torch.zeros(8, 3, dtype=torch.float64)},
-            "float32 or int64 .*float64",
-        ),
+        ({"train_features": torch.zeros(8, 3, dtype=torch.float64)}, "float32 or int64 .*float64"),
         ({"train_features": np.zeros((8, 3))}, r"got float64: convert it with x.float\(\)"),
-        (
-            {"train_features": torch.zeros(8, 3).int()},
-            r"float32 or int64 .* got int32: .* x.float\(\), .*numpy",
-        ),
-        (
-            {"train_features": torch.zeros(8, 3).long()},
-            "must have no scale, mean and std with features of int64",
-        ),
+        ({"train_features": torch.zeros(8, 3).int()},
+         r"float32 or int64 .* got int32: .* x.float\(\), .*numpy"),
+        ({"train_features": torch.zeros(8, 3).long()},
+         "must have no scale, mean and std with features of int64"),
         ({"train_features": [[0.0] * 3] * 8}, "a dense tensor of .* got list"),
         ({"train_features": torch.zeros(8, 3).to_sparse()}, "got float32, sparse_coo, on cpu"),
-        ({"train_labels": torch.zeros(8).long().to_sparse()}, "labels .* got int64, sparse_coo"),
-        (
-            {"train_features": torch.nested.nested_tensor([torch.zeros(3)] * 8)},
-            "got float32, nested, on cpu",
-        ),
+        ({"train_features": torch.nested.nested_tensor([torch.zeros(3)] * 8)},
+         "got float32, nested, on cpu"),
         ({"train_features": np.ma.masked_array(np.zeros((8, 3)), False)}, "got MaskedArray"),
         ({"train_features": np.full((8, 3), "a")}, "could not be loaded: can't convert np.ndarray"),
-        (
-            {"train_features": torch.zeros(8, 0), "test_features": torch.zeros(2, 0)},
-            r"at least one number a record, got \(8, 0\) and \(2, 0\)",
-        ),
+        ({"train_features": torch.zeros(8, 0), "test_features": torch.zeros(2, 0)},
+         r"at least one number a record, got \(8, 0\) and \(2, 0\)"),
         ({"train_features": torch.zeros(8)}, "features of shape .records, ....* got .8,. and"),
         ({"test_features": torch.ones(2, 4)}, r"alike in training and test, .* got \(8, 3\) and"),
         ({"train_labels": torch.zeros(8)}, "int64 .*, got float32: convert it with x.long"),
         ({"train_labels": torch.arange(7) % 2}, "one train label for each .*, got .7,. labels"),
-        (
-            {"train_features": torch.zeros(0, 3), "train_labels": torch.zeros(0).long()},
-            "at least one record",
-        ),
-        (
-            {"test_features": torch.zeros(0, 3), "test_labels": torch.zeros(0).long()},
-            "one test label for each of at least one record",
-        ),
-        (
-            {"train_labels": torch.arange(8)},
-            "train_labels from 0 to 1, got others at 6 of 8 records, first at record 3",
-        ),
-        (
-            {"test_labels": torch.tensor([-1, 1])},
-            "test_labels from 0 to 1, got others at 1 of 2 records, first at record 1",
-        ),
+        ({"test_features": torch.zeros(0, 3), "test_labels": torch.zeros(0).long()},
+         "one test label for each of at least one record"),
+        ({"train_labels": torch.arange(8)},
+         "train_labels from 0 to 1, got others at 6 of 8 records, first at record 3"),
+        ({"test_labels": torch.tensor([-1, 1])},
+         "test_labels from 0 to 1, got others at 1 of 2 records, first at record 1"),
         ({"classes": 2.0}, "classes, a whole number of at least 1, got 2.0"),
-        (
-            {"train_features": torch.zeros(8, 3, requires_grad=True)},
-            "train_features as .* without gradients, got float32 with grad",
-        ),
+        ({"train_features": torch.zeros(8, 3, requires_grad=True)},
+         "train_features as .* without gradients, got float32 with grad"),
         ({"scale": 0.0}, "finite records"),
-        (
-            {"train_features": with_one(torch.nan, 7)},
-            "finite train_features, got NaN or infinity at 1 of 8 records, first at record 8",
-        ),
-        (
-            {"train_features": with_one(3e38, 6), "scale": 0.1},
-            "finite records .* got others of train_features",
-        ),
-        (
-            {"test_features": with_one(-torch.inf, 5), "test_labels": torch.arange(8) % 2},
-            "finite test_features, got NaN or infinity at 1 of 8 records, first at record 6",
-        ),
+        ({"train_features": with_one(torch.nan, 7)},
+         "finite train_features, got NaN or infinity at 1 of 8 records, first at record 8"),
+        ({"train_features": with_one(3e38, 6), "scale": 0.1},
+         "finite records .* got others of train_features"),
+        ({"test_features": with_one(-torch.inf, 5), "test_labels": torch.arange(8) % 2},
+         "finite test_features, got NaN or infinity at 1 of 8 records, first at record 6"),
         ({"mean": (0.0, 1.0)}, "cannot be normalised by its scale, mean and std"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_dataset_says_why(monkeypatch, changes, message):
     name = of_this_module(monkeypatch, lambda: flowers(**changes))
     with pytest.raises(ConfigError, match=f"data.dataset {name} .*{message}") as error:
@@ -249,7 +212,7 @@ def test_what_is_no_dataset_says_why(monkeypatch, changes, message):
     assert "\n" not in str(error.value)
 
 
-def test_arrays_and_numbers_of_numpy_are_taken(monkeypatch):
+def test_a_callable_of_yours_is_a_dataset_of_tensors_arrays_and_numbers_of_numpy(monkeypatch):
     read_only = np.arange(24, dtype=np.float32).reshape(8, 3)
     read_only.flags.writeable = False
     changes = {
@@ -261,10 +224,10 @@ def test_arrays_and_numbers_of_numpy_are_taken(monkeypatch):
         "std": torch.tensor([1.0, 1.0, 4.0], requires_grad=True),
     }
     dataset = load_dataset(of_this_module(monkeypatch, lambda: flowers(**changes)))
-    assert dataset.classes == 2 and dataset.train_labels.tolist() == [1, 0] * 4
-    expected = flowers()
-    given = dataset.inputs(dataset.train_features), expected.inputs(expected.train_features)
-    assert torch.equal(*given) and not given[0].requires_grad
+    assert (dataset.input_shape, dataset.classes) == ((3,), 2)
+    assert dataset.train_labels.tolist() == [1, 0] * 4
+    inputs = dataset.inputs(dataset.train_features)
+    assert inputs[1].tolist() == [1.5, 1.0, 0.125] and not inputs.requires_grad
     assert len(dataset_digest(dataset)) == 64
 
 
@@ -501,32 +464,16 @@ def net_of_wrong_width(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, classes + 1))
 
 
+FORM = Form((1, 8, 8), 10)
+
+
+def built(name, **options):
+    """A model of this file."""
+    return build_model(f"{__name__}:{name}", FORM, 0, options)
+
+
 def test_any_module_and_callable_is_a_model():
-    model = build_model(f"{__name__}:custom_net", Form((1, 8, 8), 10), 0, {"width": 7})
-    assert model[1].out_features == 7
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (f"{__name__}:NetWithMemory", "changes its buffer seen in training"),
-        (f"{__name__}:NetThatFailsInTraining", "could not be tried on two records: it fails"),
-        (f"{__name__}:nothing_to_train", "has no parameters to train"),
-        (f"{__name__}:HalfPrecisionNet", "keeps linear.weight as torch.bfloat16: keep it as"),
-        (f"{__name__}:DoublePrecisionNet", "keeps linear.weight as torch.float64: keep it as"),
-        ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
-        ("no_such_module:net", "could not be imported"),
-        ("torch.nn:NoSuchLayer", "could not be imported"),
-        (f"{__name__}:net_that_exits", r"could not be built .*: it calls sys.exit\(0\)"),
-        (f"{__name__}:net_of_wrong_width", "must give 10 scores a record, got shape"),
-        (f"{__name__}:net_with_batch_norm", "has batch norm .* use group norm"),
-        ("small-cnn", "could not be built for records of shape"),
-    ],
-)
-def test_models_that_cannot_be_used_say_why(name, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        build_model(name, Form((1, 8, 8), 10), 0)
-    assert "\n" not in str(error.value)
+    assert built("custom_net", width=7)[1].out_features == 7
 
 
 class NetWithBuffer(nn.Module):
@@ -559,18 +506,52 @@ FORBIDDEN_BUFFERS = FORBIDDEN | {
 }
 
 
+class Subclass(torch.Tensor):
+    """Cannot be copied."""
+
+
+AS_IT_IS = torch.ones(2).as_subclass(Subclass)
+
+
 @pytest.mark.parametrize(
-    ("net", "name", "kind"),
+    ("name", "options", "message"),
     [
-        *((NetWithBuffer, "mask", kind) for kind in FORBIDDEN_BUFFERS),
-        *((NetWithFrozen, "frozen", kind) for kind in FORBIDDEN),
+        ("NetWithMemory", {}, "changes its buffer seen in training"),
+        ("NetThatFailsInTraining", {}, "could not be tried on two records: it fails"),
+        ("nothing_to_train", {}, "has no parameters to train"),
+        ("HalfPrecisionNet", {}, "keeps linear.weight as torch.bfloat16: keep it as"),
+        ("DoublePrecisionNet", {}, "keeps linear.weight as torch.float64: keep it as"),
+        ("net_that_exits", {}, r"could not be built .*: it calls sys.exit\(0\)"),
+        ("net_of_wrong_width", {}, "must give 10 scores a record, got shape"),
+        ("net_with_batch_norm", {}, "has batch norm .* use group norm"),
+        *(("NetWithBuffer", {"value": value}, "must keep mask as .*dense.* on the CPU")
+          for value in FORBIDDEN_BUFFERS.values()),
+        *(("NetWithFrozen", {"value": value}, "must keep frozen as .*dense.* on the CPU")
+          for value in FORBIDDEN.values()),
+        ("NetWithBuffer", {"value": AS_IT_IS}, "NetWithBuffer cannot be copied: "),
+        ("NetWithFrozen", {"value": AS_IT_IS}, "NetWithFrozen cannot be copied: "),
+        *(("net_that_starts_at", {"value": value}, "with finite numbers, got others in 3")
+          for value in (torch.nan, torch.inf)),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_used_say_why(name, options, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        built(name, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
+        ("no_such_module:net", "could not be imported"),
+        ("torch.nn:NoSuchLayer", "could not be imported"),
+        ("small-cnn", "could not be built for records of shape"),
     ],
 )
-def test_a_buffer_or_a_frozen_parameter_that_a_run_cannot_keep_is_refused(net, name, kind):
-    value = FORBIDDEN_BUFFERS[kind]
-    with pytest.raises(ConfigError, match=f"must keep {name} as .*dense.* on the CPU") as error:
-        build_model(f"{__name__}:{net.__name__}", Form((1, 8, 8), 10), 0, {"value": value})
-    assert "\n" not in str(error.value)
+def test_names_of_no_model_for_these_records_say_why(name, message):
+    with pytest.raises(ConfigError, match=message):
+        build_model(name, FORM, 0)
 
 
 def with_attribute(input_shape, classes, value):
@@ -580,33 +561,16 @@ def with_attribute(input_shape, classes, value):
 
 
 def test_a_tensor_without_numbers_is_no_hindrance_where_none_are_sent():
-    value = {"value": torch.ones(2, device="meta")}
-    model = build_model(f"{__name__}:with_attribute", Form((1, 8, 8), 10), 0, value)
-    assert model.shape_alone.is_meta
+    assert built("with_attribute", value=torch.ones(2, device="meta")).shape_alone.is_meta
 
 
-class Subclass(torch.Tensor):
-    """Cannot be copied."""
-
-
-@pytest.mark.parametrize("kind", [NetWithBuffer, NetWithFrozen])
-def test_a_model_that_cannot_be_copied_is_one_line(kind):
-    value = torch.ones(2).as_subclass(Subclass)
-    with pytest.raises(ConfigError, match=f"{kind.__name__} cannot be copied: ") as error:
-        build_model(f"{__name__}:{kind.__name__}", Form((1, 8, 8), 10), 0, {"value": value})
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("kind", [NetWithBuffer, NetWithFrozen])
+@pytest.mark.parametrize("name", ["NetWithBuffer", "NetWithFrozen"])
 @pytest.mark.parametrize("part", [lambda each: each, torch.imag], ids=["conjugate", "negative"])
-def test_a_view_that_is_not_yet_computed_is_what_it_stands_for(kind, part):
+def test_a_view_that_is_not_yet_computed_is_what_it_stands_for(name, part):
     """What is sent, digested, loaded and kept is as that of its copy."""
     given = part(torch.tensor([1.0 + 2.0j, 3.0]).conj())
-    name, form = f"{__name__}:{kind.__name__}", Form((1, 8, 8), 10)
-    models = [
-        build_model(name, form, 0, {"value": value})
-        for value in (given, torch.tensor(given.tolist(), dtype=given.dtype))
-    ]
+    values = given, torch.tensor(given.tolist(), dtype=given.dtype)
+    models = [built(name, value=value) for value in values]
     digests = {(model_digest(sent(each)), frozen_digest(each)) for each in models}
     assert given.is_conj() or given.is_neg()
     assert len(digests) == 1
@@ -616,14 +580,7 @@ def test_a_view_that_is_not_yet_computed_is_what_it_stands_for(kind, part):
 
 @pytest.mark.parametrize("value", [torch.tensor([torch.nan, -torch.inf]), torch.ones(0)])
 def test_other_buffers_are_taken(value):
-    model = build_model(f"{__name__}:NetWithBuffer", Form((1, 8, 8), 10), 0, {"value": value})
-    assert model_digest(model.state_dict())
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_model_that_starts_at_no_number_is_refused(value):
-    with pytest.raises(ConfigError, match="must start with finite numbers, got others in 3"):
-        build_model(f"{__name__}:net_that_starts_at", Form((1, 8, 8), 10), 0, {"value": value})
+    assert model_digest(built("NetWithBuffer", value=value).state_dict())
 
 
 def records_of(dataset, users, scheme):

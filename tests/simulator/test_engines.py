@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from run_world import LIMIT, left_behind, wait_until
-from shufl.learning.config import ConfigError, load
+from shufl.learning.config import load
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.results.engine import ENGINES
 from shufl.results.run import Run
@@ -57,14 +57,6 @@ def test_an_engine_in_the_table_is_run_and_reported(tmp_path, monkeypatch):
     assert (summary["rounds"], summary["stopped_by"]) == (2, "rounds")
 
 
-def test_keys_of_all_engines_are_known_and_those_of_none_are_named():
-    settings = ["simulation.nodes=3", "simulation.workers=2", "simulation.engine=vectorised"]
-    simulation = load("quickstart", settings).simulation
-    assert (simulation.nodes, simulation.workers) == (3, 2)
-    with pytest.raises(ConfigError, match=r"unknown key simulation.worker; did you mean workers\?"):
-        load("quickstart", ["simulation.worker=2"])
-
-
 class Started(Exception):
     pass
 
@@ -76,13 +68,7 @@ class StartedEngine(FlowerEngine):
         raise Started(training.reproducible)
 
 
-@pytest.mark.parametrize(
-    ("setting", "repeats"),
-    [
-        ("seed=1", True),
-        ("seed=system", False),
-    ],
-)
+@pytest.mark.parametrize(("setting", "repeats"), [("seed=1", True), ("seed=system", False)])
 def test_rounds_are_played_again_only_where_they_end_the_same(
     tmp_path, monkeypatch, setting, repeats
 ):

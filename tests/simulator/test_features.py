@@ -171,11 +171,6 @@ def test_a_dataset_of_ones_own_may_have_lists_for_its_mean_and_deviation(fresh):
     assert torch.equal(ours.test_features, theirs.test_features)
 
 
-def test_an_unknown_map_is_one_line():
-    with pytest.raises(ConfigError, match=r"data\.features must be one of scattering, or module:"):
-        load("quickstart", ["data.features=wavelets"])
-
-
 def test_a_linear_model_gets_the_features_shape_in_both_engines(fresh):
     for engine in ("flower", "vectorised"):
         sets = ["data.features=scattering", f"simulation.engine={engine}"]

@@ -40,14 +40,13 @@ PRIVACY = {
 }  # fmt: skip
 
 
-def write(folder, columns=None, table=None, **changes):
+def save(table, path):
+    (parquet.write_table if path.suffix == ".parquet" else csv.write_csv)(table, path)
+
+
+def write(folder, table=None, **changes):
     """A configuration and its file; its path."""
-    table = pa.table(visits() | (table or {}))
-    file = folder / (COLUMNS | changes)["file"]
-    if file.suffix == ".parquet":
-        parquet.write_table(table, file)
-    else:
-        csv.write_csv(table, file)
+    save(pa.table(visits() | (table or {})), folder / (COLUMNS | changes)["file"])
     config = {
         "name": "visits",
         "privacy": PRIVACY,
@@ -130,26 +129,14 @@ def missing(values, place=3):
 @pytest.mark.parametrize(
     ("changes", "table", "message"),
     [
-        (
-            {"user": "patent"},
-            {},
-            "line 1 must name a column patent, got 5 other columns; did you mean patient?",
-        ),
-        (
-            {"features": ["age", "city"]},
-            {"city": ["Bath"] * len(visits()["age"])},
-            "column city must be whole numbers or floats",
-        ),
-        (
-            {},
-            {"age": missing(visits()["age"])},
-            "column age must have no empty cells, got some at 1 of 274 records, first at record 4",
-        ),
-        (
-            {},
-            {"patient": missing(visits()["patient"])},
-            "column patient must say whose each record is, got no id at 1 of",
-        ),
+        ({"user": "patent"}, {},
+         "line 1 must name a column patent, got 5 other columns; did you mean patient?"),
+        ({"features": ["age", "city"]}, {"city": ["Bath"] * len(visits()["age"])},
+         "column city must be whole numbers or floats"),
+        ({}, {"age": missing(visits()["age"])},
+         "column age must have no empty cells, got some at 1 of 274 records, first at record 4"),
+        ({}, {"patient": missing(visits()["patient"])},
+         "column patient must say whose each record is, got no id at 1 of"),
         ({"label": "days"}, {}, "column days must be whole numbers, got float64"),
         ({"classes": 1}, {}, "must have train_labels from 0 to 0, got others at 105 of"),
         ({"mean": [1.0]}, {}, "data.dataset: mean and std must both be there, of equal length"),
@@ -162,7 +149,7 @@ def missing(values, place=3):
         ({}, {"age": np.full(len(visits()["age"]), np.nan)}, "column age must have no empty cells"),
         ({}, {"age": np.full(len(visits()["age"]), 2**30)}, "must be whole numbers of at most"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_use_is_one_line(changes, table, message, tmp_path):
     with pytest.raises(ConfigError) as error:
         prepare(load(str(write(tmp_path, table=table, **changes))))
@@ -210,13 +197,13 @@ def test_no_two_columns_that_are_used_have_one_name(name, tmp_path):
     arrays = [pa.array(GIVEN[each]) for each in ("u", "x", "x", "y")]
     for names in (["u", "x", "x", "y"], ["u", "u", "x", "y"]):
         table = pa.Table.from_arrays(arrays, names)
-        (parquet.write_table if name == "f.parquet" else csv.write_csv)(table, tmp_path / name)
+        save(table, tmp_path / name)
         with pytest.raises(
             ConfigError, match=rf"^{name}: only one column may be called {names[1]}"
         ):
             read(tmp_path / name)
     table = pa.Table.from_arrays([*arrays, *arrays[1:3]], ["u", "x", "w", "y", "z", "z"])
-    (parquet.write_table if name == "f.parquet" else csv.write_csv)(table, tmp_path / name)
+    save(table, tmp_path / name)
     features, _, owners = read(tmp_path / name, features=["x"])
     assert owners.tolist() == list(range(N)) and features[:, 0].tolist() == GIVEN["x"].tolist()
 
@@ -281,9 +268,7 @@ def test_the_index_of_a_table_is_no_feature_unless_it_is_named(name, file, tmp_p
     if file.endswith("parquet"):  # as pandas says it
         said = {"index_columns": [name], "columns": [], "column_indexes": []}
         table = table.replace_schema_metadata({"pandas": json.dumps(said)})
-        parquet.write_table(table, tmp_path / file)
-    else:
-        csv.write_csv(table, tmp_path / file)
+    save(table, tmp_path / file)
     given = RecordFile.checked("it", columns | {"file": str(tmp_path / file)})
     with pytest.raises(ConfigError) as error:
         given.load()

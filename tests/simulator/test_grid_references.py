@@ -1,6 +1,8 @@
 """The references of an experiment's plot: DP-SGD by Opacus, and no privacy."""
 
 import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant
 from torch import nn
 
 from shufl.learning.config import load
@@ -16,6 +18,12 @@ def train(config, private):
     return Reference(config, private).train()
 
 
+def priced(rate, noise):
+    """What dp-accounting's own composition says of the 40 rounds."""
+    event = PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
+    return PLDAccountant().compose(event, 40).get_epsilon(1e-5)
+
+
 def test_plain_training_has_neither_noise_nor_a_promise():
     result = train(load("quickstart", DIGITS), private=False)
     assert result["score"] > 0.93
@@ -29,12 +37,7 @@ def test_central_training_spends_its_budget_and_learns_less():
     result = train(config, private=True)
     assert 0.95 < result["epsilon"]["opacus"] <= 1.0
     assert 0.5 < result["score"] < plain["score"]
-    # The noise is what dp-accounting's own composition needs too, within its error.
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-    from dp_accounting.pld import PLDAccountant
-
-    event = PoissonSampledDpEvent(0.25, GaussianDpEvent(result["noise_multiplier"]))
-    epsilon = PLDAccountant().compose(event, 40).get_epsilon(1e-5)
+    epsilon = priced(0.25, result["noise_multiplier"])
     assert epsilon == pytest.approx(result["epsilon"]["opacus"], rel=0.02)
 
 
@@ -43,11 +46,7 @@ def test_central_training_draws_batches_at_the_rate_that_it_accounts_for():
     sizes = ["privacy.check_in_rate = 0.001", "privacy.target_epsilon = 1.0"]
     result = train(load("quickstart", [*DIGITS, *sizes]), private=True)
     assert result["check_in_rate"] == 1 / 719  # 1 437 records in batches of 2, not 1 000 of 1.4
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-    from dp_accounting.pld import PLDAccountant
-
-    event = PoissonSampledDpEvent(1 / 719, GaussianDpEvent(result["noise_multiplier"]))
-    epsilon = PLDAccountant().compose(event, 40).get_epsilon(1e-5)
+    epsilon = priced(1 / 719, result["noise_multiplier"])
     assert epsilon == pytest.approx(result["epsilon"]["opacus"], rel=0.02)
 
 

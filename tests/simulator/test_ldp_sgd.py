@@ -1,19 +1,16 @@
-"""LDP-SGD in a run: the vectorised engine's sums, both engines end to end, and the command line."""
+"""LDP-SGD in a run: the vectorised engine's sums, and both engines end to end."""
 
 import json
 import math
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from nights import by_night
 from run_world import shufl
-from shufl.cli.__main__ import app
 from shufl.learning import local_update
 from shufl.learning.config import load
 from shufl.protocol.mechanisms import SeededRandomness, clip
-from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum
 from shufl.simulator.engines.vectorised import VectorisedEngine, VectorisedRounds
@@ -61,12 +58,6 @@ def test_the_sum_of_reports_has_the_law_of_one_made_of_single_reports(device):
         assert np.var(residuals @ along) == pytest.approx(1.0, rel=0.5)
 
 
-def test_reports_of_their_own_are_refused_where_only_sums_are_made():
-    settings = [*SETTINGS, "simulation.noise=report"]
-    with pytest.raises(ConfigError, match=r'simulation.noise must be "aggregate".*ldp-sgd, got'):
-        VectorisedEngine(prepare(load("quickstart", settings)))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize(
@@ -89,23 +80,3 @@ def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
     assert 7.8 < summary["epsilon"]["blanket"]["epsilon"] <= 8.0
     assert summary["epsilon"]["pld"]["epsilon"] is None
     assert summary["accuracy"] > 0.3
-
-
-@pytest.mark.slow
-def test_the_command_line_prices_it_and_names_what_it_does_not_know():
-    def shufl(command):
-        plan = "-n 1000 --check-in-rate 0.5 --rounds 10 --json"
-        return CliRunner().invoke(app, f"{command} {plan}".split())
-
-    command = "account --noise-multiplier 2 --shuffler-blankets 50 --accountant all --mechanism"
-    rows = json.loads(shufl(f"{command} ldp-sgd").stdout)["epsilon"]
-    assert {name for name, row in rows.items() if row["epsilon"]} == {"blanket", "crowd", "local"}
-    (found,), (gaussian,) = (
-        json.loads(shufl(f"calibrate --target-epsilon 1 --mechanism {name}").stdout)["plans"]
-        for name in ("ldp-sgd", "gaussian")
-    )
-    assert 0.99 < found["epsilon"] <= 1.0
-    assert gaussian["mean_update_error"] < found["mean_update_error"]
-    wrong = shufl(f"{command} laplace")
-    assert wrong.exit_code == 2
-    assert "--mechanism must be one of gaussian, ldp-sgd, " in wrong.stderr

@@ -16,7 +16,6 @@ import tomli_w
 from cryptography import x509
 from typer.testing import CliRunner
 
-from run_world import shufl
 from shufl.accounting import PrivacyPlan
 from shufl.cli.__main__ import app
 from shufl.clients import RoundRefused, load_device
@@ -67,10 +66,21 @@ DEPLOYMENT = {
 }
 
 
+def configured(base, **sections):
+    """Writes run.toml; a section that is given has these keys beside its usual ones."""
+    changed = {name: RUN[name] | keys for name, keys in sections.items()}
+    (base / "run.toml").write_text(tomli_w.dumps(RUN | changed))
+    return base
+
+
 @pytest.fixture
 def base(tmp_path):
-    (tmp_path / "run.toml").write_text(tomli_w.dumps(RUN))
-    return tmp_path
+    return configured(tmp_path)
+
+
+def nobody(name, key):
+    """Approves nothing."""
+    return False
 
 
 def provisioned(base, approve=lambda name, key: True, days=365, forget=(), **changes):
@@ -98,10 +108,23 @@ def enrolled(base, **changes):
     return keys
 
 
+def held(keys, name="ward-1"):
+    """The credentials in a party's folder of keys."""
+    return Credentials.read(keys, name)
+
+
 def settings_of(base, site="ward-1"):
     """What a node's process reads in its folder."""
     folder = base / "sites" / site
     return node_settings(load_site(folder / "node.toml", NodeSite), folder)
+
+
+def plan_at(base, site="server"):
+    return agreed_plan(load(str(base / "sites" / site / "run.toml")))
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def change(path, old, new):
@@ -123,19 +146,12 @@ def test_requests_that_have_come_are_signed_for_what_the_deployment_says(base):
     keys = request_everything(base, "ward-1", "ward-2")
     second = provisioned(base)
     assert (second.made, second.waiting) == ([], [])
-    assert set(second.signed) == {
-        "server",
-        "superlink",
-        "shuffler-1",
-        "ward-1",
-        "ward-2",
-        *FLOWERS,
-    }
-    node = caller_of(Credentials.read(keys["ward-2"], "ward-2").certificate)
+    assert set(second.signed) == {*keys, "superlink", *FLOWERS}
+    node = caller_of(held(keys["ward-2"], "ward-2").certificate)
     assert (node.role, node.name, node.users) == (Role.NODE, "ward-2", 20)
-    assert caller_of(Credentials.read(keys["server"], "server").certificate).role is Role.SERVER
+    assert caller_of(held(keys["server"], "server").certificate).role is Role.SERVER
     with pytest.raises(ValueError, match="not issued by"):  # Flower's is another authority
-        Credentials.read(keys["server"], "superlink")
+        held(keys["server"], "superlink")
     registered = (base / "sites/server/nodes").glob("*.pub")
     assert {path.name for path in registered} == {"ward-1.pub", "ward-2.pub"}
 
@@ -161,24 +177,24 @@ def test_what_nobody_has_approved_is_not_signed(base):
     (keys["ward-1"] / "flower.pub").write_bytes(b"another\n")
     assert list(provisioned(base, only_the_server).unapproved) == ["ward-1.flower"]
     assert (base / "sites/server/nodes/ward-1.pub").read_bytes() != b"another\n"
-    printed = CliRunner().invoke(app, ["keys", "flower", str(base)]).stdout
+    printed = command("keys", "flower", base).stdout
     key = hashlib.sha256((base / "flower.pub").read_bytes()).hexdigest()
     assert f"key {key}: the authority must be shown the same\n" in printed
 
 
-def nobody(name, key):
+def unasked(name, key):
     raise AssertionError(f"{name} was asked for")
 
 
 def test_who_asks_anew_with_the_same_key_gets_another_certificate_unasked(base):
     """As often as there is a new request; a certificate that lies there proves nothing."""
     keys = enrolled(base, days=30)["ward-1"]
-    before = Credentials.read(keys, "ward-1")
-    assert provisioned(base, nobody).signed == []
+    before = held(keys)
+    assert provisioned(base, unasked).signed == []
     Request.renew(keys, "ward-1")
-    assert provisioned(base, nobody).signed == ["ward-1"]
-    assert provisioned(base, nobody).signed == []
-    after = Credentials.read(keys, "ward-1")
+    assert provisioned(base, unasked).signed == ["ward-1"]
+    assert provisioned(base, unasked).signed == []
+    after = held(keys)
     assert after.private_key == before.private_key
     ends = [ends_of(each.certificate) for each in (before, after)]
     assert ends[1] - ends[0] > datetime.timedelta(days=250)
@@ -188,14 +204,14 @@ def test_who_asks_anew_with_the_same_key_gets_another_certificate_unasked(base):
     Request.create("ward-1").write(keys)
     own = Authority.create().sign(Request.read(keys / "ward-1.csr"), Role.NODE, users=30)
     (keys / "ward-1.pem").write_bytes(own)
-    refused = provisioned(base, lambda name, key: False)
+    refused = provisioned(base, nobody)
     assert (refused.signed, list(refused.unapproved)) == ([], ["ward-1"])
     done = provisioned(base)  # approved: the new key takes its place
     assert (done.signed, len(done.to_withdraw)) == (["ward-1"], 2)
     assert done.to_withdraw[1] == after.fingerprint
     (keys / "ward-1.key").write_bytes(before.private_key)
     stolen = Request.renew(keys, "ward-1")
-    refused = provisioned(base, lambda name, key: False)
+    refused = provisioned(base, nobody)
     assert refused.unapproved == {"ward-1": stolen.fingerprint}
 
 
@@ -203,58 +219,58 @@ def test_a_certificate_that_says_what_no_longer_holds_is_to_be_withdrawn(base):
     """Else a node would report at its former shuffler too, or for its former users."""
     keys = enrolled(base)
     assert provisioned(base).short == {}
-    before = {name: Credentials.read(keys[name], name) for name in ("ward-1", "ward-2")}
+    before = {name: held(keys[name], name) for name in ("ward-1", "ward-2")}
     changed = {
         "shufflers": [*DEPLOYMENT["shufflers"], {"name": "shuffler-2", "host": "other.example"}]
     }
     for name in before:
         Request.renew(keys[name], name)
-    done = provisioned(base, nobody, **changed)
+    done = provisioned(base, unasked, **changed)
     assert done.short == {"shuffler-2": 20}  # where 50 users are expected, and 25 needed
     assert {*done.signed} == {*before}
     assert done.to_withdraw == [before["ward-2"].fingerprint]
-    says = [caller_of(Credentials.read(keys[name], name).certificate) for name in before]
+    says = [caller_of(held(keys[name], name).certificate) for name in before]
     assert [each.shuffler for each in says] == ["shuffler-1", "shuffler-2"]
     changed["nodes"] = [{"name": "ward-1", "users": 1}, DEPLOYMENT["nodes"][1]]
     Request.renew(keys["ward-1"], "ward-1")
-    done = provisioned(base, nobody, **changed)
+    done = provisioned(base, unasked, **changed)
     assert before["ward-1"].fingerprint in done.to_withdraw
 
 
 def test_a_key_that_may_be_stolen_is_known_no_more(base):
     """All its valid certificates are named, which withdraw it at the shufflers."""
     keys = enrolled(base)["ward-1"]
-    first = Credentials.read(keys, "ward-1").fingerprint
+    first = held(keys).fingerprint
     Request.renew(keys, "ward-1")
-    provisioned(base, nobody)
-    second = Credentials.read(keys, "ward-1").fingerprint
-    done = provisioned(base, nobody, forget=["ward-1"])
+    provisioned(base, unasked)
+    second = held(keys).fingerprint
+    done = provisioned(base, unasked, forget=["ward-1"])
     assert done.to_withdraw == [first, second]
     Request.renew(keys, "ward-1")
     for _ in range(2):
-        refused = provisioned(base, lambda name, key: False)
+        refused = provisioned(base, nobody)
         assert ({*refused.unapproved}, refused.to_withdraw) == ({"ward-1"}, [first, second])
     with pytest.raises(ConfigError, match=r"--forget must name a key that was signed .*ward-1$"):
         provisioned(base, forget=["ward-1"])
-    done = provisioned(base, lambda name, key: False, forget=["shuffler-1"])
+    done = provisioned(base, nobody, forget=["shuffler-1"])
     assert (done.to_withdraw, {*done.stay_valid}) == ([first, second], {"shuffler-1"})
 
 
 def test_what_is_to_be_withdrawn_is_said_though_the_call_before_ended_early(base):
     keys = enrolled(base)
-    before = Credentials.read(keys["ward-1"], "ward-1").fingerprint
+    before = held(keys["ward-1"]).fingerprint
     (keys["ward-2"] / "ward-2.csr").write_text("no request")
     with pytest.raises(ValueError, match=r"ward-2\.csr"):
         provisioned(base, forget=["ward-1"])
     Request.create("ward-2").write(base)
     (base / "ward-2.csr").replace(keys["ward-2"] / "ward-2.csr")
-    assert provisioned(base, lambda name, key: False).to_withdraw == [before]
+    assert provisioned(base, nobody).to_withdraw == [before]
 
 
 def test_after_the_authority_s_disk_is_lost_everybody_is_enrolled_anew(base):
     """As docs/recovery.md says: with the keys that parties have, read out once more."""
     keys = enrolled(base)
-    before = {name: Credentials.read(keys[name], name) for name in keys}
+    before = {name: held(keys[name], name) for name in keys}
     lost = base / "sites"
     lost.rename(base / "lost")
     provisioned(base)
@@ -264,11 +280,11 @@ def test_after_the_authority_s_disk_is_lost_everybody_is_enrolled_anew(base):
             (folder / path.name).write_bytes(path.read_bytes())
         Request.renew(folder, name)
     Request.renew(keys["server"], "superlink")
-    asked = provisioned(base, lambda name, key: False).unapproved
+    asked = provisioned(base, nobody).unapproved
     assert {*asked} == {"superlink", *keys, *FLOWERS}
     assert {*provisioned(base).signed} == {*asked}
     for name, folder in keys.items():
-        after = Credentials.read(folder, name)
+        after = held(folder, name)
         assert after.private_key == before[name].private_key
         assert after.authority != before[name].authority
 
@@ -285,7 +301,7 @@ def test_the_authority_keeps_a_log_of_what_it_did(base):
     assert set(told[2:7]) == {("signed", name) for name in (*keys, "superlink")}
     assert told[7:] == [*(("told the server of", name) for name in FLOWERS), ("withdrew", "ward-2")]
     (node,) = [line for line in lines if (line["did"], line["name"]) == ("signed", "ward-1")]
-    assert node["certificate"] == Credentials.read(keys["ward-1"], "ward-1").fingerprint
+    assert node["certificate"] == held(keys["ward-1"]).fingerprint
     assert node["key"] == Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
     with log.open("a") as file:
         file.write('{"did": "sig')
@@ -304,10 +320,10 @@ def test_certificates_do_not_all_end_on_one_day_and_say_when_they_end_soon(base)
     request = Request.read(path.with_suffix(".csr"))
     path.write_bytes(authority.sign(request, Role.NODE, users=20, days=0.0001))
     assert [*provisioned(base).ending] == ["ward-2"]
-    out = CliRunner().invoke(app, ["provision", str(base / "deployment.toml")]).stdout
+    out = command("provision", base / "deployment.toml").stdout
     assert "ending  ward-2: its certificate is valid until " in out
     assert "shufl keys renew keys --name ward-2" in out
-    refused = CliRunner().invoke(app, ["provision", str(base / "deployment.toml"), "--days", "0"])
+    refused = command("provision", base / "deployment.toml", "--days", "0")
     assert refused.stderr == "error: --days lies in (0, 36500], got 0\n"
 
 
@@ -325,8 +341,7 @@ def test_every_site_has_files_that_its_process_reads(base):
         keys["server"], "server"
     )
     settings = settings_of(base, "ward-2")
-    plan = agreed_plan(load(str(sites / "server/run.toml")))
-    assert settings.plan == plan
+    assert settings.plan == plan_at(base)
     assert (settings.policy.number, settings.policy.users) == (1, 20)
     features, labels = settings.load_users()(19)
     assert features.shape[1:] == (1, 8, 8) and len(labels) == len(features)
@@ -339,8 +354,7 @@ def test_files_explain_themselves_and_what_they_propose_is_taken(base):
     text = shuffler.read_text()
     proposed = re.sub(r"^# (metrics|\[floor\]|least_|most_)", r"\1", text, flags=re.MULTILINE)
     shuffler.write_text(proposed)
-    plan = agreed_plan(load(str(sites / "server/run.toml")))
-    config = load_config(shuffler)
+    plan, config = plan_at(base), load_config(shuffler)
     config.floor.check(plan)
     assert config.floor == Floor(least_blankets=100, least_batch=plan.minimum_batch, most_rounds=20)
     assert config.metrics == "127.0.0.1:9464"
@@ -375,7 +389,7 @@ def test_modules_of_yours_come_to_whoever_runs_them(base):
     (base / "own").mkdir()
     (base / "own/models.py").write_text(model)
     (base / "own_records.py").write_text(records)
-    (base / "run.toml").write_text(tomli_w.dumps(RUN | {"model": {"name": "own.models:wide"}}))
+    configured(base, model={"name": "own.models:wide"})
     first = {"name": "ward-1", "users": 30, "data": "own_records:of_ward"}
     sys.path.append(str(base))
     try:
@@ -394,7 +408,7 @@ def test_modules_of_yours_come_to_whoever_runs_them(base):
 
 def test_a_nodes_owner_accepts_this_plan_and_one_run_of_it(base):
     provisioned(base)
-    plan = agreed_plan(load(str(base / "sites/ward-1/run.toml")))
+    plan = plan_at(base, "ward-1")
     ledger = load_device(base / "sites/ward-1/device.toml")
     ledger.offer(RoundHeader("one", 1, "m", plan.digest(), "k"), plan, plan.rounds)
     with pytest.raises(RoundRefused, match="accepts epsilon up to"):
@@ -475,42 +489,34 @@ def test_mistakes_in_a_deployment_are_one_line_before_any_work(base, changes, me
 
 
 @pytest.mark.slow
-def test_a_log_file_of_a_node_that_cannot_be_written_is_one_line(tmp_path):
-    log = tmp_path / "nowhere" / "log"
-    done = shufl("node", "--log-file", log)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {log}: No such file or directory\n"
-
-
-@pytest.mark.slow
 def test_the_command_says_what_it_waits_for(base):
-    (base / "deployment.toml").write_text(tomli_w.dumps(DEPLOYMENT))
-    done = CliRunner().invoke(app, ["provision", str(base / "deployment.toml")])
+    file = base / "deployment.toml"
+    file.write_text(tomli_w.dumps(DEPLOYMENT))
+    done = command("provision", file)
     assert done.exit_code == 0, done.stderr
     assert "README.md says what to do there" in done.stdout
     assert f"waiting for {base}/sites/ward-2/keys/ward-2.csr" in done.stdout
     keys = request_everything(base, "ward-1", "ward-2")
-    file = str(base / "deployment.toml")
-    said = CliRunner().invoke(app, ["provision", file]).stdout
     key = Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
+    said = command("provision", file).stdout
     assert f"not signed ward-1: its key is {key}; --approve ward-1=… what the party reads" in said
-    wrong = CliRunner().invoke(app, ["provision", file, "--approve", "ward-1=12ab"])
+    wrong = command("provision", file, "--approve", "ward-1=12ab")
     assert (wrong.exit_code, wrong.stderr) == (
         2,
         "error: --approve ward-1: the party has read out 12ab, and the key that has come is "
         f"{key}: it may be another's\n",
     )
-    typo = CliRunner().invoke(app, ["provision", file, "--approve", f"ward1={key}"])
+    typo = command("provision", file, "--approve", f"ward1={key}")
     assert typo.exit_code == 2
     assert typo.stderr.startswith("error: --approve must name one of server, shuffler-1, ")
     assert typo.stderr.endswith(", ward-2.flower, got ward1\n")
-    assert not (keys["ward-1"] / "ward-1.pem").exists()
-    right = CliRunner().invoke(app, ["provision", file, "--approve", f"ward-1={key.upper()}"])
+    certificates = [keys[name] / f"{name}.pem" for name in ("ward-1", "ward-2")]
+    assert not certificates[0].exists()
+    right = command("provision", file, "--approve", f"ward-1={key.upper()}")
     assert "signed  ward-1\n" in right.stdout
-    assert (keys["ward-1"] / "ward-1.pem").exists()
-    assert not (keys["ward-2"] / "ward-2.pem").exists()
-    (base / "deployment.toml").write_text("name =")
-    done = CliRunner().invoke(app, ["provision", str(base / "deployment.toml")])
+    assert [path.exists() for path in certificates] == [True, False]
+    file.write_text("name =")
+    done = command("provision", file)
     assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
 
 
@@ -532,9 +538,7 @@ def test_records_from_a_folder_are_checked_before_any_round(base):
 
 @pytest.mark.slow
 def test_a_node_maps_its_own_records_to_the_features_that_the_model_takes(base):
-    mapped = RUN | {"data": RUN["data"] | {"features": "scattering"}}
-    (base / "run.toml").write_text(tomli_w.dumps(mapped))
-    enrolled(base)
+    enrolled(configured(base, data={"features": "scattering"}))
     folder = base / "sites/ward-1"
     text = (folder / "node.toml").read_text()
     own = text.replace('"simulated"', '"records"').replace("users = 30", "users = 1")
@@ -550,19 +554,30 @@ def test_a_node_maps_its_own_records_to_the_features_that_the_model_takes(base):
         assert settings.make_model()(features).shape == (len(labels), 10)
 
 
-@pytest.mark.slow
-def test_a_model_too_large_for_a_report_is_refused_on_both_sides(base):
-    too_large = "model mlp has 33750010 parameters; a report holds at most 33554400"
+@pytest.mark.parametrize(
+    ("line", "changed", "sections", "message"),
+    [
+        pytest.param(
+            "[model.options]", "[model.options]\nhidden = 450000",
+            {"model": {"options": {"hidden": 450_000}}},
+            "^model mlp has 33750010 parameters; a report holds at most 33554400$",
+            marks=pytest.mark.slow,
+        ),
+        # The server's code on a node's machine would see who sends.
+        ("cover = true", "cover = false", {"privacy": {"cover": False}},
+         r"privacy\.cover must be true on real machines"),
+    ],
+    ids=["model", "cover"],
+)  # fmt: skip
+def test_what_no_deployment_may_have_is_refused_on_both_sides(
+    base, line, changed, sections, message
+):
     provisioned(base)
-    run = base / "sites/ward-1/run.toml"
-    change(run, "[model.options]", "[model.options]\nhidden = 450000")
-    with pytest.raises(ConfigError, match=f"^{too_large}$"):
+    change(base / "sites/ward-1/run.toml", line, changed)
+    with pytest.raises(ConfigError, match=message):
         settings_of(base)
-    (base / "run.toml").write_text(
-        tomli_w.dumps(RUN | {"model": {"name": "mlp", "options": {"hidden": 450_000}}})
-    )
-    with pytest.raises(ConfigError, match=f"^{too_large}$"):
-        provisioned(base)
+    with pytest.raises(ConfigError, match=message):
+        provisioned(configured(base, **sections))
 
 
 def test_data_that_differ_between_machines_are_refused_on_both_sides(base, monkeypatch):
@@ -575,9 +590,7 @@ def test_data_that_differ_between_machines_are_refused_on_both_sides(base, monke
         "    return Dataset(x[:150], y[:150], x[150:], y[150:], classes=2)\n"
     )
     monkeypatch.syspath_prepend(base)
-    differing = RUN | {"data": {"dataset": "cuts:at_random", "users": 100}}
-    (base / "run.toml").write_text(tomli_w.dumps(differing))
-    provisioned(base)
+    provisioned(configured(base, data={"dataset": "cuts:at_random"}))
     node = load_site(base / "sites/ward-1/node.toml", NodeSite)
     server = load_site(base / "sites/server/server.toml", ServerSite)
     load_dataset.cache_clear()
@@ -628,25 +641,10 @@ def test_an_interrupted_run_has_failed_unless_it_was_asked_to_stop(base, when, m
     assert outcome == {"attempt": "1"} | ({"stopped_by": "interrupt"} if when == "asked" else ended)
 
 
-def test_a_plan_without_cover_is_refused_on_both_sides(base):
-    """The server's code on a node's machine would see who sends."""
-    provisioned(base)
-    run = base / "sites/ward-1/run.toml"
-    change(run, "cover = true", "cover = false")
-    with pytest.raises(ConfigError, match=r"privacy\.cover must be true on real machines"):
-        settings_of(base)
-    (base / "run.toml").write_text(
-        tomli_w.dumps(RUN | {"privacy": RUN["privacy"] | {"cover": False}})
-    )
-    with pytest.raises(ConfigError, match=r"privacy\.cover must be true on real machines"):
-        provisioned(base)
-
-
 def test_sums_need_a_word_that_the_nodes_software_is_trusted(base):
     """Then the owner's file names the plan's accountant, without which its device takes no part."""
-    privacy = RUN["privacy"] | {"mixing": "sum", "shuffler_blankets": 0.0}
-    privacy |= {"accountant": "sum-central"}
-    (base / "run.toml").write_text(tomli_w.dumps(RUN | {"privacy": privacy}))
+    sums = {"mixing": "sum", "shuffler_blankets": 0.0, "accountant": "sum-central"}
+    configured(base, privacy=sums)
     with pytest.raises(ConfigError, match=r"trusted_nodes must be true .* got false"):
         provisioned(base)
     assert not (base / "sites").exists()
@@ -674,10 +672,7 @@ def test_a_node_needs_the_window_and_how_many_records_count(base, key):
 @pytest.mark.slow
 def test_what_is_there_and_would_be_another_is_named(base):
     provisioned(base)
-    (base / "run.toml").write_text(
-        tomli_w.dumps(RUN | {"privacy": RUN["privacy"] | {"rounds": 10}})
-    )
-    kept = provisioned(base).kept
+    kept = provisioned(configured(base, privacy={"rounds": 10})).kept
     assert {"server/run.toml", "ward-1/run.toml", "ward-2/device.toml"} <= set(kept)
     assert "ward-1/README.md" not in kept
 
@@ -691,8 +686,7 @@ def test_a_node_reads_a_file_whose_columns_the_configuration_names(base, caplog)
     }  # fmt: skip
     lines = [f"{number // 2},{40 + number % 21},{number % 2}" for number in range(100)]
     (base / "public.csv").write_text("patient,age,ill\n" + "\n".join(lines) + "\n")
-    run = RUN | {"data": {"dataset": dataset, "users": 40}, "model": {"name": "mlp"}}
-    (base / "run.toml").write_text(tomli_w.dumps(run))
+    configured(base, data={"dataset": dataset, "users": 40})
     nodes = [{"name": "ward-1", "users": 3, "data": "ward.csv"}, {"name": "ward-2", "users": 37}]
     enrolled(base, nodes=nodes)
     folder = base / "sites/ward-1"

@@ -57,10 +57,3 @@ def test_a_shuffler_without_an_address_is_one_line(folder, tmp_path, address):
     assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1
     assert "server.toml: shufflers.0: an address" in done.stderr
     assert done.stderr.endswith(f"got '{address}'\n")
-
-
-def test_a_folder_that_is_none_is_one_line(tmp_path):
-    done = status(tmp_path)
-    assert done.exit_code == 2
-    ledger = tmp_path / "ledger.jsonl"
-    assert done.stderr == f"error: cannot read ledger {ledger}: No such file or directory\n"

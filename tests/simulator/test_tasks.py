@@ -140,11 +140,7 @@ NOT_A_TASK = {"loss": mean_of_all}
         ("houses", f"{__name__}:NOT_A_TASK", "must be a shufl.Task or return one, got {'loss'"),
         ("houses", f"{__name__}:MEAN_OF_ALL", "must give a loss for each record"),
         ("houses", f"{__name__}:LESS_THE_MEAN", "must give each record a loss of its own"),
-        (
-            "houses",
-            f"{__name__}:NO_SCORE",
-            "must have its score, mae, among its metrics",
-        ),
+        ("houses", f"{__name__}:NO_SCORE", "must have its score, mae, among its metrics"),
         ("houses", f"{__name__}:TAKEN", "must name its metric score otherwise"),
         ("houses", f"{__name__}:RAISES", "model on test records: ValueError (test_tasks.py"),
         ("houses", "next-token", "must have classes"),

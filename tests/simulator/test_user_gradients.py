@@ -45,21 +45,24 @@ def seeds_of(users):
     return np.arange(len(users), dtype=np.uint64) + 7
 
 
-def one_by_one(model, features, labels, *clip_norms):
+def one_by_one(model, features, labels, *clip_norms, training=GRADIENT):
     """The same sums as the clients of the Flower engine would make them."""
     updates = [
-        local_update(model, *records, GRADIENT, seed)
+        local_update(model, *records, training, seed)
         for *records, seed in zip(features, labels, seeds_of(labels).tolist(), strict=True)
     ]
     return [sum(clip(update, clip_norm) for update in updates) for clip_norm in clip_norms]
 
 
-def together(model, features, labels, clip_norm, device, precision="float32", method=METHODS[0]):
+def together(
+    model, features, labels, clip_norm, device,
+    precision="float32", method=METHODS[0], training=GRADIENT,
+):  # fmt: skip
     """Of users with a tensor of features and one of labels each."""
     own = copy.deepcopy(model).to(device)
     records = (torch.cat(list(each)).to(device) for each in (features, labels))
     sizes = np.array(list(map(len, labels)))
-    computation = Computation(method, GRADIENT, precision)
+    computation = Computation(method, training, precision)
     total = clipped_sum_of_updates(
         computation, own, Together(*records, sizes), seeds_of(sizes), Clipping(clip_norm)
     )
@@ -68,12 +71,28 @@ def together(model, features, labels, clip_norm, device, precision="float32", me
     return total.cpu().numpy()
 
 
-def assert_same_sum(model, features, labels, device, *clip_norms):
-    sums = one_by_one(model, features, labels, *clip_norms)
+def assert_same_sum(
+    model, features, labels, device, *clip_norms, training=GRADIENT, methods=METHODS
+):
+    sums = one_by_one(model, features, labels, *clip_norms, training=training)
+    about = {"device": device, "training": training}
     for clip_norm, expected in zip(clip_norms, sums, strict=True):
-        for method in METHODS:
-            total = together(model, features, labels, clip_norm, device, method=method)
+        for method in methods:
+            total = together(model, features, labels, clip_norm, method=method, **about)
             np.testing.assert_allclose(total, expected, rtol=2e-4, atol=2e-6 * clip_norm)
+
+
+def assert_no_longer(clip_norm, model, features, labels, *how, excess=2e-5):
+    """Returns what it has measured: one user's share."""
+    share = together(model, features, labels, clip_norm, *how)
+    assert np.linalg.norm(share.astype(float)) <= clip_norm * (1 + excess)
+    return share
+
+
+def zeroed(model):
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return model.train()
 
 
 @pytest.mark.parametrize("make", [mlp, small_cnn])
@@ -219,16 +238,12 @@ def test_the_sum_is_that_of_one_user_after_another(make, sizes, device):
 @pytest.mark.parametrize("batch", [2, 32])
 def test_local_epochs_of_users_of_unequal_size_are_those_of_one_after_another(batch, device):
     torch.manual_seed(0)
-    model, sizes = mlp((1, 4, 4), 3).train(), np.array([3, 1, 7, 2, 4, 1, 5, 6])
-    training, seeds = LocalTraining("fedavg", 2, 0.3, batch), np.arange(8, dtype=np.uint64) + 5
+    model, sizes = mlp((1, 4, 4), 3).train(), [3, 1, 7, 2, 4, 1, 5, 6]
     features = [torch.randn(n, 1, 4, 4) for n in sizes]
     labels = [torch.randint(0, 3, (n,)) for n in sizes]
-    users = zip(features, labels, seeds.tolist(), strict=True)
-    expected = sum(clip(local_update(model, x, y, training, seed), 0.3) for x, y, seed in users)
-    records = Together(*(torch.cat(each).to(device) for each in (features, labels)), sizes)
-    computation = Computation("vmap", training)
-    total = clipped_sum_of_updates(computation, model.to(device), records, seeds, Clipping(0.3))
-    np.testing.assert_allclose(total.cpu().numpy(), expected, rtol=1e-4, atol=1e-6)
+    training = LocalTraining("fedavg", 2, 0.3, batch)
+    about = {"training": training, "methods": ["vmap"]}
+    assert_same_sum(model, features, labels, device, 0.3, **about)
 
 
 @given(data=st.data())
@@ -262,19 +277,40 @@ def test_convolutions_of_every_kind(device, data):
     assert_same_sum(model, features, labels, device, 0.5)
 
 
+def by_frequency(model, x):
+    return functional.embedding(x.gt(0).long(), model.table, scale_grad_by_freq=True)[..., 0]
+
+
+BEFORE = {
+    "mixes users": lambda _, x: x - x.mean(0),
+    "starts without gradients": lambda _, x: x - x.mean(0),
+    "mixes long batches": lambda _, x: x - x.mean(0) if len(x) > 100 else x,
+    "mixes odd batches": lambda _, x: x.roll(1, 0) if len(x) % 2 else x,
+    "mixes the end": lambda _, x: torch.cat([x[:-2], x[-2:].flip(0)]) if len(x) > 50 else x,
+    "reorders": lambda _, x: x.flip(0),
+    "keeps state": lambda model, x: model.keep(x),
+    "keeps a list": lambda model, x: model.list.append(len(x)) or x,
+    "adds to some records": lambda model, x: torch.cat([x[:4] + model.scale, x[4:]]),
+    "looks up by frequency": by_frequency,
+}
+"""What odd models do before their first layer."""
+AFTER = {
+    "keeps a hidden layer": lambda model, x: model.keep(x),
+    "used twice": lambda model, x: model.layer(x),
+    "used elsewhere": lambda model, x: x @ model.layer.weight,
+    "tied": lambda model, x: model.other(x),
+}
+
+
 class Odd(nn.Module):
     """Models that book-keeping must not be used for."""
 
     def __init__(self, kind):
         super().__init__()
-        self.kind = kind
+        self.kind, self.list, self.scale = kind, [0], 1.0
         self.layer, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
-        self.scale = (
-            nn.Parameter(torch.ones(16))
-            if kind in ("parameter of no layer", "adds to some records")
-            else 1.0
-        )
-        self.list = [0]
+        if kind in ("parameter of no layer", "adds to some records"):
+            self.scale = nn.Parameter(torch.ones(16))
         if kind == "looks up by frequency":
             self.table = nn.Parameter(torch.randn(2, 1))
         if kind == "tied":
@@ -283,48 +319,18 @@ class Odd(nn.Module):
         if kind == "starts without gradients":
             nn.init.zeros_(self.last.weight)
 
+    def keep(self, x):
+        self.kept = x
+        return x
+
     def forward(self, records):
-        x = records.flatten(1)
-        if self.kind in ("mixes users", "starts without gradients"):
-            x = x - x.mean(0)
-        if self.kind == "mixes long batches" and len(x) > 100:
-            x = x - x.mean(0)
-        if self.kind == "mixes odd batches" and len(x) % 2:
-            x = x.roll(1, 0)
-        if self.kind == "mixes the end" and len(x) > 50:
-            x = torch.cat([x[:-2], x[-2:].flip(0)])
-        if self.kind == "keeps state":
-            self.seen = x
-        if self.kind == "keeps a list":
-            self.list.append(len(x))
-        if self.kind == "reorders":
-            x = x.flip(0)
-        if self.kind == "adds to some records":
-            x = torch.cat([x[:4] + self.scale, x[4:]])
-        if self.kind == "looks up by frequency":
-            x = functional.embedding(x.gt(0).long(), self.table, scale_grad_by_freq=True)[..., 0]
+        x = BEFORE.get(self.kind, lambda _, x: x)(self, records.flatten(1))
         x = torch.relu(self.layer(x) * self.scale)
-        if self.kind == "keeps a hidden layer":
-            self.hidden = x
-        if self.kind == "used twice":
-            x = self.layer(x)
-        if self.kind == "used elsewhere":
-            x = x @ self.layer.weight
-        if self.kind == "tied":
-            x = self.other(x)
-        x = self.last(x)
+        x = self.last(AFTER.get(self.kind, lambda _, x: x)(self, x))
         return x.flip(0) if self.kind == "reorders" else x
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "used twice", "used elsewhere", "tied", "parameter of no layer", "mixes users",
-        "starts without gradients", "keeps state", "keeps a hidden layer", "reorders",
-        "looks up by frequency", "adds to some records", "mixes long batches", "mixes odd batches",
-        "mixes the end", "keeps a list",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", [*BEFORE, *AFTER, "parameter of no layer"])
 def test_other_models_are_left_to_vmap(kind):
     torch.manual_seed(0)
     given = Form((1, 4, 4), 3), GRADIENT, "cpu", "float32", np.ones(101, dtype=np.int64)
@@ -405,24 +411,14 @@ def test_a_parameter_may_be_a_single_number(training):
     model = Tempered().train()
     assert fastest_method(model, Form((1, 4, 4), 3), training) == "vmap"
     features, labels = torch.randn(5, 2, 1, 4, 4), torch.randint(0, 3, (5, 2))
-    seeds = np.arange(5, dtype=np.uint64)
-    records = Together(features.flatten(0, 1), labels.flatten(), np.full(5, 2))
-    computation = Computation("vmap", training)
-    total = clipped_sum_of_updates(computation, model, records, seeds, Clipping(0.5))
-    updates = [
-        local_update(model, features[user], labels[user], training, seed=user) for user in range(5)
-    ]
-    expected = sum(clip(update, 0.5) for update in updates)
-    np.testing.assert_allclose(total.numpy(), expected, rtol=1e-4, atol=1e-6)
+    about = {"training": training, "methods": ["vmap"]}
+    assert_same_sum(model, features, labels, "cpu", 0.5, **about)
 
 
-def test_attention_whose_sequence_is_not_the_second_axis_is_left_to_vmap():
+def test_a_sequence_along_the_first_axis_and_local_epochs_are_left_to_vmap():
     torch.manual_seed(0)
     model = Attention(batch_first=False).train()
     assert fastest_method(model, Form((1, 14, 14), 10), GRADIENT) == "vmap"
-
-
-def test_local_epochs_are_left_to_vmap():
     model = mlp((1, 4, 4), 3).train()
     assert fastest_method(model, Form((1, 4, 4), 3), LocalTraining("fedavg")) == "vmap"
 
@@ -461,15 +457,13 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_records_cancel(
     """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(100, 64), nn.Linear(64, 2)).train()
-    with torch.no_grad():
-        for parameter in (*model[1].parameters(), model[2].bias):
-            parameter.zero_()
+    zeroed(model[1])
+    model[2].bias.data.zero_()
     base, clip_norm = torch.randn(1, 2 * pairs, 100) * 10.0**size, 10.0**clip_exponent
     base[:, 1::2] = base[:, ::2]
     features = base * (1 + 10.0**difference * torch.randn(base.shape))
     labels = torch.tensor([[0, 1] * pairs])
-    share = together(model, features, labels, clip_norm, device, precision)
-    assert np.linalg.norm(share) <= clip_norm * (1 + 2e-5)
+    share = assert_no_longer(clip_norm, model, features, labels, device, precision)
     (expected,) = one_by_one(model, features, labels, clip_norm)
     # Not clipped: the same gradient, if not rounding.
     if precision == "float32" and np.linalg.norm(expected) < clip_norm / 2:
@@ -491,15 +485,13 @@ class Words(nn.Sequential):
 def test_a_users_share_is_at_most_the_clip_norm_however_its_words_cancel(difference, device):
     torch.manual_seed(0)
     model = Words()
-    with torch.no_grad():
-        model[0].weight *= difference
+    model[0].weight.data *= difference
     assert fastest_method(model, Form((6,), 2), GRADIENT, device) == "book-keeping"
     features = torch.randint(5, (9, 1, 6)).repeat(1, 4, 1).float()
     labels = torch.arange(2).repeat(9, 2)
     assert_same_sum(model, features, labels, device, 0.01)
     for user in range(9):
-        share = together(model, features[[user]], labels[[user]], 0.01, device)
-        assert np.linalg.norm(share.astype(float)) <= 0.01 * (1 + 2e-5)
+        assert_no_longer(0.01, model, features[[user]], labels[[user]], device)
 
 
 def test_many_different_words_are_measured_at_once(device, monkeypatch):
@@ -534,12 +526,8 @@ def test_a_share_is_at_most_the_clip_norm_where_its_sum_is_rounded_one_way(devic
     features = torch.ones(1, 120, 512)
     features[:, 60:] *= 0.977
     for one, other in torch.rand(10, 2) + 0.5:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-            model[2].weight[0] = one
-        share = together(model, other * features, labels, 0.01, device)
-        assert np.linalg.norm(share.astype(float)) <= 0.01 * (1 + 2e-5)
+        zeroed(model)[2].weight.data[0] = one
+        assert_no_longer(0.01, model, other * features, labels, device)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -553,8 +541,8 @@ def test_a_share_is_at_most_the_clip_norm_where_its_scale_is_hardly_a_float32(
     for size in torch.linspace(1.0, 2.9, 20):
         features = (size * 1e38).expand(1, 1, 1, 4, 4)
         labels = torch.zeros(1, 1, dtype=torch.int64)
-        share = together(model, features, labels, clip_norm, device, precision, method)
-        assert np.linalg.norm(share) <= clip_norm * (1 + 1e-5)
+        how = device, precision, method
+        assert_no_longer(clip_norm, model, features, labels, *how, excess=1e-5)
 
 
 @pytest.mark.parametrize("size", [1e12, 1e15, 1e18])
@@ -564,8 +552,7 @@ def test_a_share_is_at_most_the_least_clip_norm_where_scaled_gradients_are_hardl
     features, labels = torch.full((1, 1, 1), size), torch.ones(1, 1, dtype=torch.int64)
     for score in torch.linspace(0.0, 80.0, 161).tolist():
         model.weight.data = torch.tensor([[0.0], [score / size]])
-        share = together(model, features, labels, 1e-18, "cpu", method="book-keeping")
-        assert np.linalg.norm(share.astype(float)) <= 1e-18 * (1 + 2e-5)
+        assert_no_longer(1e-18, model, features, labels, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -585,10 +572,8 @@ def test_a_share_is_at_most_the_clip_norm_whatever_the_width_of_huge_records(
         features = torch.full((1, records, width), size / width**0.5)
         for clip_norm in (1e-3, 1e-5, 1e-7):
             for score in torch.linspace(0.0, 80.0, 41).tolist():
-                model.weight.data.zero_()
-                model.weight.data[1] = score / size / width**0.5
-                share = together(model, features, labels, clip_norm, device)
-                assert np.linalg.norm(share.astype(float)) <= clip_norm * (1 + 2e-5)
+                zeroed(model).weight.data[1] = score / size / width**0.5
+                assert_no_longer(clip_norm, model, features, labels, device)
 
 
 @pytest.mark.parametrize(
@@ -609,17 +594,13 @@ def test_a_share_is_at_most_the_clip_norm_where_gradients_are_hardly_float32(
 
     model = Faint(nn.Linear(784, 64), nn.Linear(64, 3)).train()
     assert fastest_method(model, Form((784,), 3), GRADIENT) == "book-keeping"
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    zeroed(model)
     for exponent in np.linspace(-4, 2, 7):
-        with torch.no_grad():
-            model[1].weight[0] = 10.0**exponent
+        model[1].weight.data[0] = 10.0**exponent
         for size in np.logspace(34, 38, 5):
             features = torch.full((1, records, 784), size, dtype=torch.float32)
             labels = torch.zeros(1, records, dtype=torch.int64)
-            share = together(model, features, labels, clip_norm, device, precision)
-            assert np.linalg.norm(share) <= clip_norm * (1 + 2e-5)
+            assert_no_longer(clip_norm, model, features, labels, device, precision)
 
 
 @pytest.mark.parametrize("method", METHODS)

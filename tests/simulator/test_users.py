@@ -57,14 +57,12 @@ SOMEBODY = "0f8fad5b-d9cb-469f-a165-70867728950e"
         list(WHO),
         WHO.numpy(),
         WHO.int().tolist(),
-        list(WHO.numpy()),
         [np.int8(0), 0, np.int64(1), WHO[2], np.array(2), 2],
         [f"u{n}" for n in WHO],
         np.array([f"u{n}" for n in WHO]),
         np.array([f"u{n}" for n in WHO], dtype=object),
         np.array([f"u{n}" for n in WHO], dtype="S"),
         [np.str_(f"u{n}") if n else "u0" for n in WHO],
-        [f"u{n}".encode() for n in WHO],
         [bytes([0, n, 255]) for n in WHO],
         [int(n) + 2**60 for n in WHO],
         [uuid.UUID(int=int(n)) for n in WHO],
@@ -86,16 +84,12 @@ def test_ids_are_compared_by_value(users):
         ([Person(), Person()], "got Person at 2 of 2 records, first at record 1"),
         (["a", Shouting("b")], "got Shouting at 1 of 2 records, first at record 2"),
         ([1, 1.0], "got float at 1 of 2 records, first at record 2"),
-        ([0.0, -0.0], "got float at 2 of 2"),
         (torch.tensor([1.0, 2.0]), "got float at 2 of 2"),
         ([1, True], "got bool at 1 of 2"),
-        (WHO.bool(), "got bool at 6 of 6"),
         ([[1], [1]], "got list at 2 of 2"),
-        (WHO.reshape(-1, 1), "got list at 6 of 6"),
         ([WHO[:1], WHO[:1]], "got list at 2 of 2"),
         ([bytearray(b"a")], "got bytearray at 1 of 1"),
         ([("a", [1])], "got list at 1 of 1"),
-        ([frozenset("a")], "got frozenset at 1 of 1"),
         ([datetime.date(2020, 1, 1)], "got date at 1 of 1"),
         (np.array(["2020", "2021"], "M8[ns]"), "a list or an array of ids.* ndarray of datetime"),
         (list(np.array(["2020", "NaT"], "M8[ns]")), "got datetime64 of datetime64.ns. at 2 of 2"),
@@ -183,14 +177,6 @@ OWN = (
 VECTORISED = "simulation.engine=vectorised", "privacy.rounds=1"
 
 
-def test_people_in_a_list_of_tensors_are_as_many_as_in_an_array(made, tmp_path):
-    who = torch.arange(300) // 10
-    for users in (who, list(who)):
-        made(users)
-        plan = prepare(load(str(tiny_config(tmp_path, 1)), [*OWN, *VECTORISED])).plan
-        assert plan.users == 30
-
-
 def said_at_start(tmp_path, *sets):
     """The line of the data, and the closing table's line of users."""
     console = Console(record=True, quiet=False, width=250, file=io.StringIO())
@@ -205,17 +191,13 @@ def said_at_start(tmp_path, *sets):
     ("sets", "said"),
     [
         ((), "30 users by Dataset.users, 10 records each, 300 in all"),
-        (
-            ("data.users=20",),
-            "20 users by Dataset.users, 10 records each, 200 in all (100 more are left out)",
-        ),
-        (
-            ("data.partition=iid", "data.users=150"),
-            "150 users made by partition iid, not those of the data (what each gets is taken for "
-            "one person's), 2 records each, 300 in all",
-        ),
+        (("data.users=20",),
+         "20 users by Dataset.users, 10 records each, 200 in all (100 more are left out)"),
+        (("data.partition=iid", "data.users=150"),
+         "150 users made by partition iid, not those of the data (what each gets is taken for "
+         "one person's), 2 records each, 300 in all"),
     ],
-)
+)  # fmt: skip
 def test_a_run_begins_and_ends_with_who_its_users_are(made, tmp_path, sets, said):
     made(list(torch.arange(300) // 10))
     start, end = said_at_start(tmp_path, *OWN, *sets)
@@ -248,17 +230,11 @@ def test_an_id_that_a_reader_takes_for_a_missing_value_is_refused(tmp_path, miss
     [
         (pa.array([2**60, 2**60 + 1, 2**60 + 1]), [0, 1, 1]),
         (pa.array([2**64 - 1, 1, 1], pa.uint64()), [0, 1, 1]),
-        (pa.array(["a", "b", "b"]).dictionary_encode(), [0, 1, 1]),
         (pa.array([b"a", b"b", b"b"]), [0, 1, 1]),
         (pa.array([b"\0a", b"\0b", b"\0b"], pa.binary(2)), [0, 1, 1]),
-        (pa.array(["007", "7", "7"]), [0, 1, 1]),
         (pa.array([2.0**60, 1.0, 1.0]), "got double$"),
         (pa.array([1, None, 1]), "got no id at 1 of 3 records, first at record 2"),
-        (pa.array(["a", "nan", "b"]), "got no id at 1 of 3 records, first at record 2"),
         (pa.array(["a", "a ", "b"]), "record 2 has 'a ', which looks like 'a' at record 1"),
-        (pa.array([True, False, True]), "got bool$"),
-        (pa.array([{"a": 1}] * 3), "got struct$"),
-        (pa.array([datetime.datetime(2020, 1, 1)] * 3), "got timestamp$"),
     ],
 )
 def test_ids_of_every_type_in_parquet(tmp_path, column, people):
@@ -281,26 +257,14 @@ SECRET = "Mrs Smith"
         (f"{SECRET}\n", None, "record 7 has 1 fields, line 1 has 3"),
         (f"\n\n1,2,3,{SECRET}\n", None, "record 7 has 4 fields"),
         (f'"{SECRET},1,2\n', None, "record 7 has 1 fields"),
-        (
-            f"p,{SECRET},1\n",
-            None,
-            "column age must be .* no number is at 1 of 7 records, first at ",
-        ),
-        (
-            f"p,1,{SECRET}\n",
-            None,
-            "column ill must be .* no number is at 1 of 7 records, first at ",
-        ),
-        (
-            "p,1,4711\n",
-            None,
-            "from 0 to 1, got others at 1|in 0 to 1, got others at 1 of 1 records",
-        ),
-        (
-            "p,99999999,1\n",
-            None,
-            "column age must be whole numbers of at most .* first at record 7",
-        ),
+        (f"p,{SECRET},1\n", None,
+         "column age must be .* no number is at 1 of 7 records, first at "),
+        (f"p,1,{SECRET}\n", None,
+         "column ill must be .* no number is at 1 of 7 records, first at "),
+        ("p,1,4711\n", None,
+         "from 0 to 1, got others at 1|in 0 to 1, got others at 1 of 1 records"),
+        ("p,99999999,1\n", None,
+         "column age must be whole numbers of at most .* first at record 7"),
         (f"{SECRET}\xe9,1,1\n", None, "empty, damaged, of another kind, or not in UTF-8"),
         ("", f"{SECRET},40,1", "line 1 must name a column patient, got 3 other columns$"),
         ("", f"patient,{SECRET},1", "line 1 must name a column ill, got 3 other columns$"),
@@ -308,7 +272,7 @@ SECRET = "Mrs Smith"
         ("", f"patient,{SECRET},{SECRET}", "line 1 must name a column ill"),
         ("", "patient4711,40,1", "line 1 must name a column patient, got 3 other columns$"),
     ],
-)
+)  # fmt: skip
 def test_no_error_of_a_file_quotes_a_record(tmp_path, lines, names, said):
     path = tmp_path / "f.csv"
     file = records(path, lines, names or "patient,age,ill")
@@ -366,21 +330,15 @@ def houses():
     [
         (["data.dataset=broken:table"], "could not be loaded: ValueError (broken.py, line 6)"),
         (["data.dataset=broken:by_id"], "could not be loaded: KeyError (broken.py, line 9)"),
-        (
-            ["data.dataset=broken:leaves"],
-            "could not be loaded: it calls sys.exit(…) (broken.py, li",
-        ),
+        (["data.dataset=broken:leaves"],
+         "could not be loaded: it calls sys.exit(…) (broken.py, li"),
         (["data.dataset=at_import:it"], "could not be imported: ValueError (at_import.py, line 1)"),
-        (
-            ["data.features=broken:features"],
-            "could not map records of shape (1, 8, 8): ValueError (broken.py, line 18)",
-        ),
-        (
-            ["data.dataset=broken:houses"],
-            "cannot measure the model on test records: ValueError (broken.py, line 24)",
-        ),
+        (["data.features=broken:features"],
+         "could not map records of shape (1, 8, 8): ValueError (broken.py, line 18)"),
+        (["data.dataset=broken:houses"],
+         "cannot measure the model on test records: ValueError (broken.py, line 24)"),
     ],
-)
+)  # fmt: skip
 def test_no_error_of_your_own_code_quotes_a_record(tmp_path, monkeypatch, sets, said):
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "at_import.py").write_text(f'it = float("{SECRET}")\n')
@@ -393,16 +351,24 @@ def test_no_error_of_your_own_code_quotes_a_record(tmp_path, monkeypatch, sets, 
     assert said in str(error.value) and SECRET not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "kind", [OSError, functools.partial(OSError, 5), ValueError, KeyError, SystemExit, TypeError]
-)
-def test_no_error_of_a_nodes_records_quotes_one(kind):
+def raises(kind):
     def records(user):
         raise kind(SECRET)
 
+    return records
+
+
+OS_ERROR = functools.partial(OSError, 5)
+KINDS = OSError, OS_ERROR, ValueError, KeyError, SystemExit, TypeError
+
+
+@pytest.mark.parametrize("records", [*map(raises, KINDS), lambda user: 1, lambda user: [user] * 3])
+def test_no_error_of_a_nodes_records_quotes_one(records):
     with pytest.raises(ConfigError, match="the records of user 0 cannot be read: ") as error:
         _check_records(records, 0, Form((1,), 2))
-    assert SECRET not in str(error.value) and "test_users.py, line" in str(error.value)
+    said = str(error.value)
+    assert SECRET not in said and "\n" not in said
+    assert "test_users.py, line" in said or records.__name__ == "<lambda>"
 
 
 def test_records_that_cannot_be_read_any_more_are_not_quoted_either():
