@@ -16,7 +16,7 @@ MOST_LINES = {
     "clients": 1187,
     "deploy": 1938,
     "learning": 2890,
-    "protocol": 1143,
+    "protocol": 1144,
     "results": 1250,
     "server": 1105,
     "shuffler": 3380,
