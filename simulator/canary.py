@@ -159,7 +159,8 @@ def canary_rounds(
             header = RoundHeader(run_id, number, shown, digest, key_digest(public_key))
             nonce = control.open_round(header.run_id, number, shown, public_key)
             about = {"run_id": run_id, "round": number, "plan_digest": digest}
-            announced = Announcement.read(about | {"public_key": public_key, "seconds": _SECONDS})
+            about |= {"public_key": public_key, "seconds": _ROUND_SECONDS}
+            announced = Announcement.read(about)
             node.take_part(users, node.prepare(announced, model))
             if control.close_round(header.run_id, number).outcome is not Outcome.RELEASABLE:
                 yield CanaryRound(np.zeros((0, DIMENSION)), None)
