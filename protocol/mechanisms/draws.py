@@ -30,7 +30,7 @@ class Uniform:
     def below(self, bound: Callable[[Any], Any]) -> bool:
         """Whether U is below a number.
 
-        `bound` computes the number in the context that it is given, to that one's precision.
+        `bound` computes the number in the mpmath context that it is given, to its precision.
         """
         digits = self._digits
         while True:

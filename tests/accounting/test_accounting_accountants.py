@@ -16,7 +16,7 @@ import pytest
 from accounting_oracles import gaussian_delta, moment
 from dp_accounting import privacy_accountant_test
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsilon
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -375,6 +375,37 @@ def test_more_rounds_more_noise_and_more_users_move_epsilon_the_right_way(name):
 
     assert epsilon(rounds=101) > epsilon() > epsilon(noise=4.1)
     assert epsilon(rate=0.11) > epsilon() > epsilon(users=2200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "room"), [("pld", 1.002), ("blanket", 1.005), *by_night(("crowd", 1.02))]
+)
+@settings(max_examples=settings().max_examples // 4)
+@given(
+    users=st.integers(2, 10**5),
+    rate=st.floats(1e-3, 0.9),
+    noise=st.floats(0.9, 30.0),
+    log_blankets=st.floats(1.0, 5.0),
+    rounds=st.integers(1, 1000),
+    log_delta=st.floats(-9.0, -1.5),
+    which=st.sampled_from(["users", "rate", "noise", "blankets", "rounds", "delta", "adjacency"]),
+)
+def test_what_is_safer_costs_no_more_and_nothing_more_than_local(
+    name, room, users, rate, noise, log_blankets, rounds, log_delta, which
+):
+    def epsilon(users, rate, noise, blankets, rounds, delta, adjacency, name=name):
+        event = check_in(users, rate, noise, blankets)
+        return accounting.make_accountant(name, adjacency).epsilon_after(event, delta, rounds)
+
+    blankets, delta = 10.0**log_blankets, 10.0**log_delta
+    about = {"users": users, "rate": rate, "noise": noise, "blankets": blankets}
+    about |= {"rounds": rounds, "delta": delta, "adjacency": "replace"}
+    safer = {"users": 2 * users, "rate": 0.7 * rate, "noise": 1.2 * noise}
+    safer |= {"blankets": 1.5 * blankets, "rounds": max(rounds // 2, 1), "delta": 1.3 * delta}
+    found = epsilon(**about)
+    assert epsilon(**about | {which: (safer | {"adjacency": "zero-out"})[which]}) <= found * room
+    assert found <= epsilon(**about, name="local")
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -110,16 +110,6 @@ def test_draws_have_the_events_counts_places_and_noise():
     assert present.mean() == pytest.approx(2 / 8, abs=0.02)
 
 
-def test_without_the_others_and_without_blankets_a_user_has_its_own_noise_only():
-    event = check_in(500, 0.7, 2.0)
-    rng = np.random.default_rng(6)
-    result = audit_round(event, "replace", SOME_ABSENT, 0.3, 100_000, 0.999, rng)
-    truth = 0.7 * float(gaussian_delta(1.0, 0.3))
-    assert result.method == "ratios"
-    assert 0.9 * truth < result.delta_lower <= truth
-    assert result.delta_estimate == pytest.approx(truth, rel=0.02)
-
-
 def test_blankets_hide_a_lone_user():
     """γ = 1. From blankets alone each world differs by χ² = e^{1/z²}/λ, the variance of a mean of
     Poisson many: δ(0), their total variation, is at most the root."""

@@ -6,8 +6,6 @@ import dp_accounting
 import numpy as np
 import pytest
 from from_below import BlanketFromBelow, divergence_from_below
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import special, stats
 
 from nights import by_night
@@ -267,29 +265,6 @@ def test_composed_values(rate, noise, blankets, rounds, delta, adjacency, value)
 
 def epsilon_of(event, rounds, adjacency="replace", delta=1e-5, accountant="blanket"):
     return accounting.make_accountant(accountant, adjacency).epsilon_after(event, delta, rounds)
-
-
-@settings(max_examples=settings().max_examples // 4)
-@given(
-    st.floats(0.02, 1.0),
-    st.floats(0.9, 30.0),
-    st.floats(1.0, 5.0),
-    st.integers(1, 300),
-    st.sampled_from(["replace", "zero-out"]),
-    st.sampled_from(["rate", "noise", "blankets", "rounds"]),
-)
-def test_monotone_and_never_above_local(rate, noise, log_blankets, rounds, adjacency, which):
-    blankets = 10.0**log_blankets
-    worse = epsilon_of(event_of(rate, noise, blankets), rounds, adjacency)
-    safer, fewer = {
-        "rate": (event_of(0.7 * rate, noise, blankets), rounds),
-        "noise": (event_of(rate, 1.3 * noise, blankets), rounds),
-        "blankets": (event_of(rate, noise, 1.5 * blankets), rounds),
-        "rounds": (event_of(rate, noise, blankets), max(rounds // 2, 1)),
-    }[which]
-    assert epsilon_of(safer, fewer, adjacency) <= worse * 1.005
-    event = event_of(rate, noise, blankets)
-    assert worse <= epsilon_of(event, rounds, adjacency, accountant="local")
 
 
 def test_a_tiny_delta_has_an_epsilon():

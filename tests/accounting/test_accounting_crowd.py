@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from accounting_oracles import density, measured_among_many, measured_deltas, placements
 from dp_accounting import NeighboringRelation
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nights import by_night
 from rounds import check_in, everyone, fixed_size
@@ -192,35 +190,6 @@ def test_one_user_alone_is_the_gaussian_mechanism(kind, relation, noise):
     for delta in (1e-2, 1e-6, 1e-12):
         truth = exact.get_epsilon(delta)
         assert truth * (1 - 1e-8) <= mine.get_epsilon(delta) <= truth * 1.002 + 1e-3 / noise
-
-
-# By day: the rounds in the octaves below, as the guard counts them; the formula of one round.
-@pytest.mark.nightly
-@settings(max_examples=settings().max_examples // 4)
-@given(
-    users=st.integers(2, 10**6),
-    rate=st.floats(1e-3, 1.0),
-    noise=st.floats(0.3, 30.0),
-    rounds=st.integers(1, 10**4),
-    delta=st.floats(1e-12, 0.1),
-)
-def test_more_of_anything_moves_epsilon_the_right_way(users, rate, noise, rounds, delta):
-    def epsilon(relation=REPLACE, count=rounds, at=delta, **change):
-        values = {"users": users, "rate": rate, "noise": noise} | change
-        return CrowdAccountant(relation).epsilon_after(check_in(**values), at, count)
-
-    base = epsilon()
-    assert epsilon(count=2 * rounds) >= base
-    assert base <= accounting.LocalAccountant(REPLACE).epsilon_after(
-        check_in(users, rate, noise), delta, rounds
-    )
-    # The defect is searched over powers of two.
-    room = 1.02 * base + 1e-9
-    assert epsilon(noise=1.2 * noise) <= room
-    assert epsilon(users=2 * users) <= room
-    assert epsilon(rate=rate / 1.5) <= room
-    assert epsilon(ZERO_OUT) <= room
-    assert epsilon(at=min(2 * delta, 1)) <= room
 
 
 # (event, adjacency, rounds, δ); found by random sweeps over the whole range of parameters.

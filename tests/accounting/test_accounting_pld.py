@@ -163,35 +163,6 @@ def test_lower_upper_and_the_other_accountants(users, rate, sigma, rounds, log_d
         assert low <= other * (1 + 1e-9)
 
 
-@settings(max_examples=settings().max_examples // 4)
-@given(
-    st.integers(1, 10**5),
-    st.floats(1e-3, 0.9),
-    st.floats(0.4, 30),
-    st.integers(1, 2000),
-    st.floats(-7, -1.5),
-    st.sampled_from(["users", "rate", "sigma", "rounds", "delta"]),
-)
-def test_monotone(users, rate, sigma, rounds, log_delta, which):
-    def of(users, rate, sigma, rounds, delta):
-        return spent(check_in(users, rate, sigma), rounds), delta
-
-    base = {"users": users, "rate": rate, "sigma": sigma}
-    base |= {"rounds": rounds, "delta": 10**log_delta}
-    safer = dict(base)
-    safer[which] = {
-        "users": users * 2,
-        "rate": rate * 0.8,
-        "sigma": sigma * 1.2,
-        "rounds": max(rounds // 2, 1),
-        "delta": 1.3 * 10**log_delta,
-    }[which]
-    worse, delta = of(**base)
-    better, safer_delta = of(**safer)
-    assert better.epsilon_lower_bound(safer_delta) <= worse.get_epsilon(delta)
-    assert better.get_epsilon(safer_delta) <= worse.get_epsilon(delta) * 1.002
-
-
 def test_everyone_is_a_check_in_rate_of_one_and_a_full_sample():
     events = everyone(400, 1.5), check_in(400, 1.0, 1.5), fixed_size(400, 400, 1.5)
     values = [spent(event, 30).get_epsilon(1e-6) for event in events]
