@@ -40,7 +40,9 @@ class PrivacyPlan(Plan):
         users, coins = self.least_present, protocol.CheckIn(self.check_in_rate)
         if self.mixing == "sum":
             return protocol.Summed(users, coins, self.mechanism, central_noise=self.central_noise)
-        drawn = protocol.Allocation(self.every) if self.participation == "allocation" else coins
+        drawn: protocol.CheckIn | protocol.Allocation = coins
+        if self.participation == "allocation":
+            drawn = protocol.Allocation(self.every)
         return protocol.Shuffled(users, drawn, self.mechanism, self.shuffler_blankets)
 
     def make_accountant(self, name: str | None = None) -> accounting.ShuffleAccountant:
