@@ -16,15 +16,24 @@ class PrivacyBudget:
     Every round is the plan's: the accountants compose rounds that are fixed in advance, and are no
     filters for rounds chosen after earlier releases.
 
-    Ask before each round: `spend` records the round in the ledger first, on disk, and composes it
-    then; only after it returned may the round be broadcast.
+    Call `spend` before each round. It first records the round in the ledger, on disk, and then
+    composes it. Broadcast the round only after `spend` has returned.
+
+    Attributes:
+        plan: The plan of all rounds.
+        ledger: Where rounds are recorded; None if nowhere.
+        accountant: The plan's accountant, which has composed the rounds that are spent.
     """
 
     def __init__(self, plan: PrivacyPlan, ledger: Ledger | None = None) -> None:
-        """The rounds already in `ledger` count as spent; without one, none are recorded.
+        """The rounds that a ledger already holds count as spent.
+
+        Args:
+            plan: The plan of all rounds.
+            ledger: Where to record rounds; None records nothing.
 
         Raises:
-            ValueError: The ledger is one of another plan.
+            ValueError: The ledger belongs to another plan.
         """
         if ledger is not None and ledger.plan != plan:
             raise ValueError(
@@ -47,19 +56,20 @@ class PrivacyBudget:
         return self.accountant.epsilon_after(self.plan.event(), self.plan.delta)
 
     def would_exceed(self) -> bool:
-        """Tells whether one more round would take ε above the budget; composes nothing."""
+        """Returns whether one more round would take ε above the budget; composes nothing."""
         return not self.epsilon_after() <= self.plan.target_epsilon
 
     def spend(self, round: int | None = None, note: dict[str, Any] | None = None) -> None:
         """Records one round on disk, then composes it.
 
-        Its number is the one after the ledger's last if None. `note` holds plain JSON values, which
-        are kept beside it in the ledger; no accountant uses them.
+        Args:
+            round: Its number, above the ledger's last; the next one if None.
+            note: Plain JSON values to keep beside it in the ledger. No accountant uses them.
 
         Raises:
-            RuntimeError: It would exceed the budget, or the plan's rounds; or with allocation it
-                is not the next one. Nothing was recorded.
-            LedgerError: It could not be recorded. Nothing was composed: halt.
+            RuntimeError: The round would exceed the budget or the plan's number of rounds; or it is
+                not the next one, in a plan with allocation. Nothing was recorded.
+            LedgerError: The round could not be recorded. Nothing was composed: halt.
         """
         if self._spent >= self.plan.rounds or self.would_exceed():
             raise RuntimeError("one more round would exceed the plan's budget or its rounds")
@@ -114,10 +124,15 @@ def price(
     lower: bool = False,
     names: Collection[str] | None = None,
 ) -> list[EpsilonRow]:
-    """Returns ε of some rounds, by the accountants of these names or by all of the registry.
+    """Returns the ε of some rounds by several accountants.
 
-    ε is read at `delta`. `lower` asks for lower bounds as well, which takes longer; of 10⁶ rounds
-    at most.
+    Args:
+        event: What each round releases.
+        rounds: How many there are.
+        adjacency: "replace" or "zero-out".
+        delta: δ in [0, 1].
+        lower: Whether lower bounds are computed too, which takes longer. Beyond 10⁶ rounds none is.
+        names: The accountants to ask; all of the registry if None.
     """
     rows = []
     for name, cls in accountants_of_kind(event).items():
@@ -143,11 +158,16 @@ def price(
 def epsilon_table(
     plan: PrivacyPlan, rounds: int, too_few_present: bool = False, lower: bool = False
 ) -> list[EpsilonRow]:
-    """Returns ε after `rounds` rounds of the plan, by every accountant of the registry.
+    """Returns ε after some rounds of the plan, by every accountant of the registry.
 
-    `lower` is as for `price`. If `too_few_present`, a batch was released with fewer users present
-    than the plan's `least_present`: accountants that count on others then have no ε. Of a plan for
-    real machines, `covers` also says what is assumed of these.
+    For a plan of real machines, `covers` also says what is assumed of the machines.
+
+    Args:
+        plan: The plan.
+        rounds: How many of its rounds took place.
+        too_few_present: Whether a batch was released while fewer users were present than the plan's
+            `least_present`. Accountants that count on others have no ε then.
+        lower: As for `price`.
     """
     event, adjacency, delta = plan.event(), plan.adjacency, plan.delta
     allowed = rounds_within_budget(plan)

@@ -114,7 +114,7 @@ def _cut_short(line: bytes, check: str, plan: PrivacyPlan, last_round: int) -> L
 
 
 def _lock(descriptor: int) -> None:
-    """Takes the lock of a ledger; whoever asks whether it is held has it for a moment, too."""
+    """Takes the lock of a ledger. It tries for a while, since `is_held` takes it for a moment."""
     for left in reversed(range(_LOCK_TRIES)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +140,15 @@ class Ledger:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], plan: PrivacyPlan, run_id: str) -> "Ledger":
-        """Starts a ledger; when this returns its first line and its name are on disk.
+        """Starts a ledger. When it returns, the first line and the file's name are on disk.
+
+        Args:
+            path: The file, which must not exist.
+            plan: What every round of the run spends.
+            run_id: The run's id.
+
+        Returns:
+            The open ledger, which no other process can open.
 
         Raises:
             LedgerError: The file exists, or cannot be written.
@@ -165,12 +173,18 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], plan: PrivacyPlan | None = None) -> "Ledger":
-        """Continues a ledger; a line cut short by a crash is rewritten so that it still counts.
+        """Continues a ledger. A line that a crash cut short is rewritten, so that it still counts.
 
-        `plan`, if given, is the one that the ledger must have been made for.
+        Args:
+            path: The file.
+            plan: The plan that the ledger must have been made for; any if None.
+
+        Returns:
+            The open ledger, which no other process can open.
 
         Raises:
-            LedgerError: No such file, damaged, of another plan, or in use by another process.
+            LedgerError: The file does not exist, is damaged, belongs to another plan, or is in use
+                by another process.
         """
         path = Path(path)
         try:
@@ -196,7 +210,11 @@ class Ledger:
 
     @staticmethod
     def is_held(path: str | os.PathLike[str]) -> bool:
-        """Whether a process holds the ledger; the lock that shows it is shared, and let go."""
+        """Returns whether a process holds the ledger. Changes nothing.
+
+        Args:
+            path: The file; if there is none, nobody holds it.
+        """
         try:
             with Path(path).open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -208,10 +226,16 @@ class Ledger:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> LedgerContent:
-        """Returns what a ledger says, a line cut short counted as spent; changes nothing.
+        """Returns what a ledger says. Changes nothing.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The run's id, its plan and its spent rounds; a line that was cut short counts as spent.
 
         Raises:
-            LedgerError: No such file, or damaged anywhere but at its end.
+            LedgerError: The file does not exist, or is damaged anywhere but at its end.
         """
         path = Path(path)
         try:
@@ -241,15 +265,17 @@ class Ledger:
         return self._content.entries[-1].round if self._content.entries else 0
 
     def append_round(self, round: int, note: dict[str, Any] | None = None) -> None:
-        """Records that a round is spent; when this returns the line is on disk.
+        """Records that a round is spent. When it returns, the line is on disk.
 
-        Its number lies above `last_round`. `note` holds plain JSON values for the reader; no
-        accountant uses them.
+        Args:
+            round: The round's number, above `last_round`.
+            note: Plain JSON values for the reader. No accountant uses them.
 
         Raises:
-            ValueError: `round` does not increase, or leaves one out with allocation.
-            LedgerError: The line is not on disk (full disk, for one). The caller must not broadcast
-                the round and must halt; this ledger takes no further rounds.
+            ValueError: The number does not increase, or leaves out a round of a plan with
+                allocation.
+            LedgerError: The line is not on disk, for instance because the disk is full. The caller
+                must not broadcast the round and must halt; this ledger takes no further rounds.
         """
         number = _next_round(self.plan, round, self.last_round)
         entry = LedgerEntry(number, False, note or {})

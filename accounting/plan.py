@@ -1,4 +1,4 @@
-"""The privacy plan as its accountant prices it, and plans of which values are open."""
+"""The privacy plan as its accountant prices it, and plans whose values may be open."""
 
 from __future__ import annotations
 
@@ -37,32 +37,34 @@ class PrivacyPlan(Plan):
 
     def event(self) -> protocol.Shuffled:
         """Returns what one round releases of the fewest users who may be present."""
+        users, coins = self.least_present, protocol.CheckIn(self.check_in_rate)
         if self.mixing == "sum":
-            coins = protocol.CheckIn(self.check_in_rate)
-            return protocol.Summed(
-                self.least_present, coins, self.mechanism, central_noise=self.central_noise
-            )
-        participation: protocol.CheckIn | protocol.Allocation
+            return protocol.Summed(users, coins, self.mechanism, central_noise=self.central_noise)
+        drawn: protocol.CheckIn | protocol.Allocation = coins
         if self.participation == "allocation":
-            participation = protocol.Allocation(self.every)
-        else:
-            participation = protocol.CheckIn(self.check_in_rate)
-        return protocol.Shuffled(
-            self.least_present, participation, self.mechanism, self.shuffler_blankets
-        )
+            drawn = protocol.Allocation(self.every)
+        return protocol.Shuffled(users, drawn, self.mechanism, self.shuffler_blankets)
 
     def make_accountant(self, name: str | None = None) -> accounting.ShuffleAccountant:
-        """Returns a fresh accountant for this plan's adjacency; its own accountant if None.
+        """Returns a fresh accountant for this plan's adjacency.
+
+        Args:
+            name: Which one, such as "blanket"; the plan's own if None.
 
         Raises:
-            ValueError: An unknown name.
+            ValueError: The name is unknown.
         """
         return accounting.make_accountant(name or self.accountant, self.adjacency)
 
     def epsilon(self, accountant: AccountantName | None = None, rounds: int | None = None) -> float:
-        """Returns ε at the plan's δ.
+        """Returns what the plan costs: ε at its δ.
 
-        Without `rounds` all of the plan's count, and without `accountant` its own one is asked.
+        Args:
+            accountant: Which one is asked, such as "blanket"; the plan's own if None.
+            rounds: How many rounds count; all of the plan's if None.
+
+        Returns:
+            ε >= 0; inf if no finite one is known.
 
         Examples:
             >>> from shufl.protocol import GaussianMechanism
@@ -75,7 +77,7 @@ class PrivacyPlan(Plan):
             (0.0668, 16.07)
 
         Raises:
-            ConfigError: An unknown accountant, or one that does not price the plan's rounds.
+            ConfigError: The accountant is unknown, or does not price the plan's rounds.
         """
         name = accounting.check_accountant(accountant or self.accountant, self.event())
         count = self.rounds if rounds is None else rounds
@@ -97,7 +99,7 @@ class PrivacyPlan(Plan):
 
 
 class OpenPlan(Privacy, Checked):
-    """A plan of which values may be open; `calibrate` finds them."""
+    """A plan whose values may be open; `calibrate` finds them."""
 
     delta: Probability
     users: Users
@@ -124,7 +126,7 @@ class OpenPlan(Privacy, Checked):
 
     @classmethod
     def without_noise(cls, plan: PrivacyPlan) -> Self:
-        """Returns the plan with its noise, or ε₀ of randomised response, open."""
+        """Returns the plan with its noise open, or the ε₀ of its randomised response."""
         noise = "central_noise" if plan.accountant == "sum-central" else "noise_multiplier"
         return cls(**{"users": plan.users} | plan.section() | {noise: None, "local_epsilon": None})
 
@@ -134,9 +136,10 @@ class OpenPlan(Privacy, Checked):
         return MECHANISMS.get(self.mechanism, RandomisedResponse)
 
     def closed(self, **values: Any) -> PrivacyPlan:
-        """Returns the plan with these values in it, unchecked; all that is open must be among them.
+        """Returns the plan with these values filled in, unchecked.
 
-        The minimum batch, if it is open, is half of the expected one.
+        They must fill all that is open but the minimum batch, which becomes half of the expected
+        batch.
         """
         given = {"window": None} | dict(self) | values
         of_kind = {name: given[name] for name in self.kind.model_fields if name != "name"}

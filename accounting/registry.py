@@ -1,8 +1,9 @@
 """The accountants by name, as the configuration and the tables know them.
 
-To add one: subclass `ShuffleAccountant` in its own module, set `name`, `covers`, `holds_for` and,
-if it does not price all of them, `round_kinds`, `participations` and `mechanisms`; list it here,
-and its name in `protocol.plan_fields.AccountantName`.
+To add one: subclass `ShuffleAccountant` in its own module; set `name` and `holds_for`, and
+`round_kinds`, `participations` and `mechanisms` where the defaults do not fit; say in the section
+*Guarantee* of its docstring what its ε holds for; list it here, and its name in
+`protocol.plan_fields.AccountantName`.
 """
 
 from __future__ import annotations
@@ -48,12 +49,28 @@ ACCOUNTANTS: Mapping[str, type[ShuffleAccountant]] = _Accountants()
 
 
 def accountants_for(event: Shuffled) -> tuple[str, ...]:
-    """Returns the names of the accountants that price an event."""
+    """Returns which accountants price a round.
+
+    Args:
+        event: What the round releases.
+
+    Returns:
+        Their names, in the order of the registry.
+    """
     return tuple(name for name, cls in ACCOUNTANTS.items() if cls().supports(event))
 
 
 def accountants_of_kind(event: Shuffled) -> dict[str, type[ShuffleAccountant]]:
-    """Returns those that price rounds of this kind, reports or sums, by name; not all price it."""
+    """Returns the accountants of rounds of reports, or of sums, whichever `event` is.
+
+    An accountant among them may still not price the event itself.
+
+    Args:
+        event: What a round releases.
+
+    Returns:
+        The classes by name.
+    """
     return {name: cls for name, cls in ACCOUNTANTS.items() if type(event) in cls.round_kinds}
 
 
@@ -61,7 +78,8 @@ def check_accountant(name: str, event: Shuffled) -> str:
     """Returns `name` if it is an accountant that prices an event.
 
     Raises:
-        ValueError: An unknown accountant, or one that does not price it; names those that do.
+        ValueError: The accountant is unknown, or does not price the event; the message names those
+            that do.
     """
     if make_accountant(name).supports(event):
         return name
@@ -76,8 +94,16 @@ def check_accountant(name: str, event: Shuffled) -> str:
 def make_accountant(name: str, adjacency: str = "replace") -> ShuffleAccountant:
     """Returns a fresh accountant of the registry.
 
+    Args:
+        name: Its name, such as "blanket".
+        adjacency: What neighbouring datasets are: "replace" (one user's record is any other one) or
+            "zero-out" (one user's report is that of the zero vector).
+
+    Returns:
+        The accountant, which has composed nothing yet.
+
     Raises:
-        ValueError: An unknown name or adjacency.
+        ValueError: The name or the adjacency is unknown.
     """
     validation.choice("accountant", name, tuple(ACCOUNTANTS))
     return ACCOUNTANTS[name](relation_of(adjacency))

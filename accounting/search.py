@@ -1,7 +1,6 @@
 """The one search: a plan that leaves values open, and what its target ε allows."""
 
 import logging
-from collections.abc import Callable
 
 from shufl.accounting.accountants.base import usual_errors
 from shufl.accounting.calibration import (
@@ -31,12 +30,18 @@ _USED_UP = 0.99  # of the target: a search that could go on comes nearer
 
 @usual_errors()
 def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> PrivacyPlan:
-    """Returns the plan with what it leaves open found for a target ε: the plan's, or `epsilon`.
+    """Finds what a plan leaves open, so that the plan is within a target ε.
 
-    Open may be one of noise, ε₀, rounds, check-in rate and blankets, or the blankets with the noise
-    or with ε₀: those two are the pair of least error. Of a `PrivacyPlan` the noise is found, or ε₀.
-    The ε of what is found is within the target. An `OpenPlan` that leaves nothing open comes back
-    as it is, whatever its ε.
+    One value may be open: the noise, ε₀, the rounds, the check-in rate or the blankets. The
+    blankets may also be open together with the noise, or with ε₀; the pair with the least error is
+    found then. The ε of what is found is within the target.
+
+    Args:
+        plan: What is known. Of a `PrivacyPlan` the noise is found again, or ε₀.
+        epsilon: The target; the plan's own if None.
+
+    Returns:
+        The whole plan. An `OpenPlan` that leaves nothing open comes back as it is, whatever its ε.
 
     Examples:
         >>> plan = PrivacyPlan(
@@ -48,8 +53,8 @@ def calibrate(plan: OpenPlan | PrivacyPlan, epsilon: float | None = None) -> Pri
         0.607
 
     Raises:
-        CalibrationError: Nothing reaches the target.
-        ValueError: More is open than can be found, or a value does not fit the others.
+        CalibrationError: No value reaches the target.
+        ValueError: More values are open than can be found, or a value does not fit the others.
     """
     if isinstance(plan, PrivacyPlan):
         plan = OpenPlan.without_noise(plan)
@@ -86,7 +91,7 @@ def example_of(plan: OpenPlan) -> PrivacyPlan:
 
 
 def fitted(plan: OpenPlan) -> PrivacyPlan:
-    """Returns the same as `calibrate`, for a δ of any size, and with no round if none is within.
+    """Returns what `calibrate` does, but for a δ of any size, and with 0 rounds if none is within.
 
     Raises:
         CalibrationError: Nothing reaches the target.
@@ -97,29 +102,25 @@ def fitted(plan: OpenPlan) -> PrivacyPlan:
     def epsilon_at(*values: float) -> float:
         return plan.closed(**dict(zip(plan.open, values, strict=True))).epsilon()
 
-    found = _found(plan, some, epsilon_at)
-    return plan.closed(**dict(zip(plan.open, found, strict=True)))
-
-
-def _found(
-    plan: OpenPlan, some: PrivacyPlan, epsilon_at: Callable[..., float]
-) -> tuple[float, ...]:
-    """The open values, in their order; `some` has any in their places."""
     target, reports = some.target_epsilon, some.least_present * some.check_in_rate
+    found: tuple[float, ...] = ()
     match plan.open:
         case ():
-            return ()
+            pass
         case ("rounds",):
-            return (most_rounds(epsilon_at, target),)
+            found = (most_rounds(epsilon_at, target),)
+        case ("noise_multiplier",) if plan.central_noise and epsilon_at(0.0) <= target:
+            found = (0.0,)
         case (name,):
-            if name == "noise_multiplier" and plan.central_noise and epsilon_at(0.0) <= target:
-                return (0.0,)
-            return (nearest(epsilon_at, target, range_of(name, some)),)
+            found = (nearest(epsilon_at, target, range_of(name, some)),)
         case ("noise_multiplier", "shuffler_blankets"):
-            return least_error_blankets(epsilon_at, target, reports, MECHANISMS[plan.mechanism])
+            found = least_error_blankets(epsilon_at, target, reports, MECHANISMS[plan.mechanism])
         case ("local_epsilon", "shuffler_blankets") if plan.categories:
-            return least_error_response(epsilon_at, target, reports, plan.categories)
-    raise ValueError(f"{' and '.join(plan.open)} cannot be found together: give all but one")
+            found = least_error_response(epsilon_at, target, reports, plan.categories)
+        case several:
+            what = " and ".join(several)
+            raise ValueError(f"{what} cannot be found together: give all but one")
+    return plan.closed(**dict(zip(plan.open, found, strict=True)))
 
 
 def unused_note(asked: OpenPlan, found: PrivacyPlan) -> str | None:

@@ -1,7 +1,7 @@
-"""Is more noise, more blankets, a larger δ or a round less ever dearer, and how long does it take?
+"""Does ε ever rise when a plan becomes a little safer, and how long does the first answer take?
 
-Random plans, each asked again with one value a little safer: ε must not rise. Also how long first
-answers take. `python benchmarks/accounting_order.py --plans 10000` takes hours.
+Random plans are priced, and priced again with one value a little safer: more noise, more blankets,
+a larger δ or a round less. `python benchmarks/accounting_order.py --plans 10000` takes hours.
 """
 
 import argparse

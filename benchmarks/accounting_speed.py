@@ -1,9 +1,10 @@
-"""How long the accountants take, and the systems beside them, each in a process of its own.
+"""How long the accountants take, beside dp_accounting and the published algorithm for Theorem 1.
 
-The table's rows: every accountant of the registry at n users and at 10⁹ (the first answer, and a
-guard's question each round after it), dp_accounting's Rényi and PLD accountants of the central
-subsampled Gaussian, and, order by order, the published algorithm for Theorem 1 (enumeration of
-integer partitions, exponential) beside ours. Imports are not counted, except in peak memory.
+Each row of the table is measured in a process of its own: every accountant of the registry at n
+users and at 10⁹ users (the first answer, and the guard's question before each later round);
+dp_accounting's Rényi and PLD accountants of the central subsampled Gaussian; and, order by order,
+the published algorithm, which enumerates integer partitions in exponential time, beside ours.
+Imports are counted in peak memory only.
 
     python benchmarks/accounting_speed.py
 """
@@ -36,7 +37,7 @@ MANY = 10**9
 def an_event(accountant: Any, users: int) -> Any:
     """A check-in round the accountant prices: without blankets, or one for five reports.
 
-    None: it prices no check-in round.
+    None if it prices no check-in round.
     """
     for blankets in (0.0, min(0.2 * RATE * users, 1e7)):
         mechanism = protocol.GaussianMechanism(noise_multiplier=NOISE)

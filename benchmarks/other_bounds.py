@@ -1,4 +1,4 @@
-"""Published bounds that only the page of `literature.py` compares: of no use to `shufl account`."""
+"""Published bounds that only the page of `literature.py` compares: no command uses them."""
 
 import math
 
@@ -59,7 +59,7 @@ def girgis_lower_rdp(reports: int, local_epsilon: float, orders: npt.ArrayLike) 
     chances = heads.pmf(counts)
     result = np.empty_like(checked)
     for at, order in enumerate(checked):
-        # The mean of K is known, so that of the first power need not be summed.
+        # The mean of K is known, so the first power need not be summed.
         above = np.expm1(np.minimum(order * logs, 600.0)) - order * step * (counts - mean)
         large = special.logsumexp(heads.logpmf(counts) + order * logs)
         result[at] = large if large > 1.0 else math.log1p(max(float(np.sum(chances * above)), 0.0))

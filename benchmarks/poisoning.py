@@ -153,7 +153,7 @@ class PoisoningNode(Node):
 
 
 def run_case(config: str, overrides: list[str], case: Case) -> tuple[Case, float, float]:
-    """Trains once: the case, the final test accuracy, the share of all reports left out."""
+    """Trains once; returns the case, the final test accuracy and the share of reports left out."""
     torch.set_num_threads(1)
     experiment = prepare(load(config, [*overrides, f"seed={case.seed}"]))
     plan = experiment.plan
@@ -200,7 +200,7 @@ def run_case(config: str, overrides: list[str], case: Case) -> tuple[Case, float
 
 
 def _load_users(experiment: Experiment, case: Case, attackers: np.ndarray) -> UserRecords:
-    """The users' records; with `flip` class k becomes the last but k where an attacker holds it."""
+    """The users' records; with `flip` attackers count their classes from the other end."""
     records, classes = experiment.load_users(), experiment.dataset.classes
 
     def load(users: int | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

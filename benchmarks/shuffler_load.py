@@ -15,9 +15,9 @@ its own, one user, one connection and one report, sealed in advance. It needs ng
     calls         one node opens calls that say nothing, over ten connections, while the nodes
                   submit.
 
-It fails if a report is lost or the memory of the shuffler exceeds 300 MB. Peak memory is VmHWM of
-its process; `after` is VmRSS some seconds after the flood, because memory is given back every ten.
-`slowest` is the longest that a node took.
+The script fails if a report is lost or the shuffler needs more than 300 MB. Peak memory is VmHWM of
+its process; `after` is VmRSS some seconds after the flood, because the shuffler gives memory back
+every ten seconds. `slowest` is the longest that a node took.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ rounds that alternate between the two. `disk` is the same disk in the same round
 else: 4 MB written and synced, again and again. Peak memory is VmHWM of the shuffler's process.
 
 `blankets` is the shuffler again, in a round that gets as many blankets as reports in expectation,
-made while the reports come in: reports a second until all are acknowledged; how many blankets a
-second of the shuffler's core, by its CPU time beyond that of a round without; and `ready`, the time
-from opening the round until it is closed, over the same without blankets.
+made while the reports come in. The columns are reports a second until all are acknowledged;
+blankets a second of the shuffler's core, by its CPU time beyond that of a round without blankets;
+and `ready`, the time from opening the round until it is closed, over that without blankets.
 """
 
 from __future__ import annotations

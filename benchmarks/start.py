@@ -2,11 +2,11 @@
 
     python benchmarks/start.py
 
-Every command is started several times, all in turn; the median of the seconds of a processor that
-it took, and of the seconds until it ended, over those of `python -c 'import torch'`. Below, a run
-of one round: seconds until the round has ended, those of all processors that were busy until then,
-whoever kept them so, and seconds until the command has ended; beside it plain Flower with as many
-nodes and a model as large, and Ray alone, which both start and end.
+All commands are started several times, in turn. The table has the median of each one's processor
+seconds, and of the seconds until it ended, divided by those of `python -c 'import torch'`. Below
+stands a run of one round: seconds until the round has ended, processor seconds that the machine was
+busy until then (by whichever process), and seconds until the command has ended. Beside it stand
+plain Flower with as many nodes and a model as large, and the start and end of Ray alone.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/sums.py                     # 10⁶ users on 1 000 nodes, beside 20 000 reports
 
-One process plays all nodes, another one is the shuffler. Nodes' messages are made as nodes make
-them (noise of all their users, mask, sealed seed), but for the updates, which are zero. Both kinds
-of rounds have cover: all users send. Seconds are those of everything at once, on this machine:
+One process plays all nodes, and another one is the shuffler. Messages are made as nodes make them
+(noise of all users, mask, sealed seed), but all updates are zero. Both kinds of rounds have cover,
+so all users send. All seconds are measured on this machine, which does everything:
 
     nodes       to make all messages, and hand them in
     server      to fetch what is released, open it and add it up

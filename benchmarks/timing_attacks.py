@@ -1,4 +1,4 @@
-"""Does the server or the network tell a user of 20 records from one of 2000 by moments alone?
+"""Can the server or the network tell a user with 20 records from one with 2000 by times alone?
 
     python benchmarks/timing_attacks.py
     python benchmarks/timing_attacks.py --rounds 4   # a smoke test
@@ -15,9 +15,9 @@ sent without a spread. The attackers:
     arrival       when the report passes the network, counted from the opening of the round.
     sending       the same, counted from the round's message.
 
-Each compares what it sees in the rounds of one side of a coin with those of the other, by the rank
-test of Mann and Whitney. The exit status is 1 if one of them finds a difference, which without any
-leak happens in one of a thousand calls at most.
+Each attacker compares what it sees when a coin fell heads with what it sees when it fell tails, by
+the rank test of Mann and Whitney. The exit status is 1 if an attacker finds a difference. Without
+any leak that happens in at most one of a thousand calls.
 """
 
 from __future__ import annotations

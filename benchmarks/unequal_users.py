@@ -1,10 +1,10 @@
 """What users of unequal size cost the vectorised engine: records a second beside equal sizes.
 
-The records are MNIST's 60 000, of 2 378 users. Unequal users have numbers of records in proportion
-to the ratings of InstEval's students; equal ones have 25. All else is the same: model, expected
-number of records a round, algorithm, one thread. Each case is a process of
-its own, and they take turns, as in `vectorised.py`. pfl 0.6.0 has the same unequal users, algorithm
-and clipping; its noise is that of each user, drawn on the CPU.
+MNIST's 60 000 records belong to 2 378 users. Unequal users hold records in proportion to the
+ratings of InstEval's students; equal users hold 25 each. All else is the same: model, expected
+number of records a round, algorithm, one thread. Each case has a process of its own, and the cases
+take turns, as in `vectorised.py`. pfl 0.6.0 has the same unequal users, algorithm and clipping; it
+draws each user's noise on the CPU.
 
     python benchmarks/unequal_users.py
 """

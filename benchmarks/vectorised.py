@@ -1,11 +1,12 @@
 """Reports a second of the vectorised engine, beside plain SGD and others that do the same work.
 
-*Plain* is the limit: forward and backward of the same model on the same users' records in batches,
-nobody's gradient apart, no clipping, no noise. The engine lays convolutions out with channels last,
-which is not torch's default; one plain row does it too. All paths have the same users, model,
-batches and number of threads. Each is a process of its own, so that its peak memory can be told
-(imports and dataset included). They take turns: a round that is not timed, for caches are
-cold, then one round, or several in half a second, of which the median counts.
+*Plain* is the limit: it runs forward and backward of the same model on the same users' records in
+batches, without gradients of single users, clipping or noise. The engine lays convolutions out with
+channels last, which is not torch's default; one plain row does so too. All paths have the same
+users, model, batches and number of threads. Each has a process of its own, so that its peak memory
+can be told (imports and dataset included). They take turns. A turn is one round that is not timed,
+because caches are cold, and then one round or as many as fit into half a second; their median
+counts.
 
 - opacus: fetch, forward, backward, norms, clipped sum of each batch; no noise, no optimiser step.
 - pfl: FederatedAveraging with one local step and GaussianMechanism for each user, one process for

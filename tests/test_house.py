@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
-    "accounting": 3900,
+    "accounting": 3840,
     "clients": 1190,
     "deploy": 1940,
     "learning": 2880,

@@ -1,6 +1,7 @@
 """The base of all accountants: which rounds they price, and what they must say of themselves."""
 
 import abc
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
@@ -18,11 +19,6 @@ from shufl.protocol.mechanisms import GaussianMechanism
 ADJACENCIES: dict[str, NeighboringRelation] = {
     "replace": NeighboringRelation.REPLACE_ONE,
     "zero-out": NeighboringRelation.REPLACE_SPECIAL,
-}
-
-_SENSITIVITY_IN_CLIP_NORMS: dict[NeighboringRelation, float] = {
-    NeighboringRelation.REPLACE_ONE: 2.0,
-    NeighboringRelation.REPLACE_SPECIAL: 1.0,
 }
 
 # How dp_accounting's own event for a release without any protection is priced.
@@ -45,13 +41,12 @@ def effective_sigma(noise_multiplier: float, relation: NeighboringRelation) -> f
         ValueError: ADD_OR_REMOVE_ONE. With a shuffler the number of reports is public, so adding or
             removing a user is not a change this mechanism hides.
     """
-    if relation not in _SENSITIVITY_IN_CLIP_NORMS:
-        name = getattr(relation, "name", relation)
+    if relation not in ADJACENCIES.values():
         raise ValueError(
             "neighbouring relation must be REPLACE_ONE ('replace') or REPLACE_SPECIAL "
-            f"('zero-out'), got {name}"
+            f"('zero-out'), got {relation}"
         )
-    return noise_multiplier / _SENSITIVITY_IN_CLIP_NORMS[relation]
+    return noise_multiplier / (2.0 if relation is NeighboringRelation.REPLACE_ONE else 1.0)
 
 
 def gaussian_noise(event: Shuffled) -> float:
@@ -70,11 +65,12 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
 
     Attributes:
         name: Its word in the configuration and in tables.
-        covers: One sentence: what its ε holds for, and on what assumption.
+        covers: One sentence: what its ε holds for, and on what assumption. If the docstring of the
+            class has a section *Guarantee* of the form "ε holds for ….", it is what stands there.
         holds_for: Which pairs of neighbouring datasets its ε bounds.
         counts_on_others: Whether its ε assumes that the other users take part and add their noise.
-        counts_on_blankets: Whether its ε is less for blankets that the shuffler adds.
-        round_kinds: The kinds of rounds that it prices.
+        counts_on_blankets: Whether blankets of the shuffler make its ε smaller.
+        round_kinds: The kinds of rounds that it prices: `Shuffled`, `Summed` or both.
         participations: The ways to take part that it prices.
         mechanisms: The mechanisms that it prices.
     """
@@ -89,14 +85,25 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     mechanisms: ClassVar[tuple[type, ...]] = (GaussianMechanism,)
 
     def __init_subclass__(cls, **given: Any) -> None:
-        """Has questions answered under `usual_errors`, whatever the caller has set in numpy."""
+        """Reads `covers`; has questions answered under `usual_errors`, whatever the caller set."""
         super().__init_subclass__(**given)
+        said = re.search(r"Guarantee:\s+ε holds for (.*)\.\s*\Z", cls.__doc__ or "", re.DOTALL)
+        if said:
+            cls.covers = " ".join(said[1].split())
         for name in {"_epsilon", "_delta", "epsilon_lower_bound", "note"} & vars(cls).keys():
             setattr(cls, name, usual_errors()(vars(cls)[name]))
 
     def __init__(
         self, neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE
     ) -> None:
+        """Starts with nothing composed.
+
+        Args:
+            neighboring_relation: REPLACE_ONE, or REPLACE_SPECIAL for zero-out.
+
+        Raises:
+            ValueError: The relation is ADD_OR_REMOVE_ONE.
+        """
         effective_sigma(1.0, neighboring_relation)  # refuses ADD_OR_REMOVE_ONE
         super().__init__(neighboring_relation)
         self._rounds: dict[Shuffled, int] = {}  # how often each took place
@@ -141,28 +148,48 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         """Returns δ at `epsilon` >= 0 of so many rounds."""
 
     def get_epsilon(self, target_delta: float) -> float:
-        """Returns ε at `target_delta` of what was composed; inf if none is found.
+        """Returns ε of what was composed.
+
+        Args:
+            target_delta: δ in [0, 1].
+
+        Returns:
+            ε >= 0; inf if no finite one is known.
 
         Raises:
-            ValueError: δ outside [0, 1].
+            ValueError: δ is outside [0, 1].
         """
         return self._epsilon(self._counts, checked_delta(target_delta))
 
     def get_delta(self, target_epsilon: float) -> float:
-        """Returns δ at `target_epsilon` of what was composed.
+        """Returns δ of what was composed.
+
+        Args:
+            target_epsilon: ε >= 0, which may be inf.
+
+        Returns:
+            δ in [0, 1].
 
         Raises:
-            ValueError: ε below 0.
+            ValueError: ε is below 0.
         """
         if not target_epsilon >= 0.0:
             raise ValueError(f"epsilon must be at least 0, got {target_epsilon}")
         return self._delta(self._counts, target_epsilon)
 
     def epsilon_after(self, event: DpEvent, delta: float, count: int = 1) -> float:
-        """Returns ε at `delta` if `event` took place `count` more times; composes nothing.
+        """Returns what ε would be after more rounds; composes nothing.
+
+        Args:
+            event: What one more round would release.
+            delta: δ in [0, 1].
+            count: How many such rounds, a whole number from 0.
+
+        Returns:
+            ε >= 0 of what was composed and of these rounds; inf if no finite one is known.
 
         Raises:
-            ValueError: δ outside [0, 1], or a count that is negative or not whole.
+            ValueError: δ is outside [0, 1], or the count is negative or not whole.
             dp_accounting.UnsupportedEventError: This accountant does not price `event`.
         """
         validation.integer("count", count, 0)
@@ -175,14 +202,27 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
         return self._epsilon(_composed(rounds), checked_delta(delta))
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
-        """Returns an ε that no accountant of the same pair can fall below; None if not known."""
+        """Returns a bound that no accountant of the same pair of datasets can fall below.
+
+        Args:
+            target_delta: δ in [0, 1].
+
+        Returns:
+            A lower bound of ε; None if none is known.
+        """
         return None
 
     def note(self, delta: float) -> str | None:
-        """Returns one line: why ε at `delta` is infinite, or what limits it; None if nothing does.
+        """Returns why ε is infinite, or what limits it.
+
+        Args:
+            delta: δ in [0, 1].
+
+        Returns:
+            One line, or None if there is nothing to say.
 
         Raises:
-            ValueError: δ outside [0, 1].
+            ValueError: δ is outside [0, 1].
         """
         return None
 

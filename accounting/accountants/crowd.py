@@ -1,7 +1,7 @@
 """`crowd`: the noise that the other users add anyway hides a user's own report.
 
-Two bounds, each for every pair of neighbours in any dimension; the larger is asked only now and
-then.
+Two bounds, each for every pair of neighbours in any dimension. The one that is larger is computed
+only now and then.
 
 *Swaps* (`numerics.swap_bound`): user 1's report is taken to have changed places with another's.
 
@@ -39,7 +39,7 @@ from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_part
 from shufl.accounting.numerics.sign_pairs import Response, among_reports, sign_profile
 from shufl.accounting.numerics.swap_bound import SwapBound
-from shufl.accounting.numerics.worst_pairs import LEAST_NOISE, Pair, apart, pairs_of, upper_profile
+from shufl.accounting.numerics.worst_pairs import LEAST_NOISE, Pair, pairs_of, upper_profile
 from shufl.protocol.events import FixedSize, Shuffled
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 
@@ -51,11 +51,12 @@ _MOST = 0.4  # the most that may be moved into δ, relative to the last bound
 _GAIN = 0.99  # of the bound, by a step worth taking
 _AGAIN, _STALLED = 1.5, 0.95
 _HOPELESS = 3.0  # times the other bound: not worth a step
-_OTHERS_EACH = 2.0  # times α - 1, until the other bounds are asked again, or ...
-_FLAT = 0.8  # ... where the first fell by no more than this since the last α
-_LARGER = 1.25, 2.0  # times γ, for which swaps are asked too
-_AS_ALONE = 0.97  # of the report's own bound, from where on that does as well
-_LEAST_RATE = 1e-25  # with less the report's own coin is all that is counted on
+# The other bounds are asked again once α - 1 is this much larger, or the first fell by less than
+# this factor since the last α.
+_OTHERS_EACH, _FLAT = 2.0, 0.8
+_LARGER = 1.25, 2.0  # times γ: check-in rates at which swaps are asked too
+_AS_ALONE = 0.97  # of the bound of the report alone; above it, that bound is taken
+_LEAST_RATE = 1e-25  # at smaller rates only the report's own coin is counted on
 _COARSENESS = 1.5  # of the steps of α: chords cost 0.4 % of ε
 
 
@@ -72,11 +73,6 @@ class CrowdAccountant(AmplifiedAccountant):
 
     name = "crowd"
     holds_for = "every pair"
-    covers = (
-        "every pair of neighbouring datasets, in any dimension; assumes that all n users flip "
-        "their coins and add their noise every round, and that the server gets nothing of the "
-        "round but the shuffled reports"
-    )
     least_noise = LEAST_NOISE
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
 
@@ -86,7 +82,7 @@ class CrowdAccountant(AmplifiedAccountant):
             response = Response.of(event.mechanism)
             hiding = among_reports(response, crowd.terms, crowd.coins, crowd.users, crowd.absent)
             return sign_profile(response, crowd.rate, self.neighboring_relation, hiding, least)
-        shift = apart(self.neighboring_relation, crowd.noise)
+        shift = 1.0 / self._sigma(event)
         if crowd.rate < _LEAST_RATE:
             return np.zeros(1), crowd.rate * np.exp(log_gaussian_delta(shift, np.zeros(1)))
         pairs = pairs_of(self.neighboring_relation)
@@ -191,7 +187,7 @@ class _Search:
 
 
 class _Ladder:
-    """One bound at increasing α: less and less is given up."""
+    """One bound at increasing α, which moves less and less mass into δ."""
 
     def __init__(
         self, bound: Callable[[float, Pair, float], float], pair: Pair, rate: float, least: float
@@ -200,10 +196,10 @@ class _Ladder:
         self._lost, self._small = rate / 8.0, _SMALL
 
     def descend(self, alpha: float, known: float) -> float:
-        """Returns an upper bound of H_α, a good one if it is to be below `known`."""
+        """Returns an upper bound of H_α; the search stops early if it cannot get below `known`."""
         self._lost = min(self._lost, _MOST * known / alpha)
         value = self._bound(alpha, self._pair, self._lost)
-        # A step that was no gain is tried again once more is given up, or if the bound stalls.
+        # A step without gain is tried again once a larger mass is moved, or if the bound stalls.
         small = _SMALL if value > _STALLED * known else self._small
         self._small = _SMALL
         for step in _LADDER_STEPS:

@@ -27,8 +27,8 @@ class LocalAccountant(ProfileShuffleAccountant):
 
     The device's own coins do not depend on data, so a round is a report with probability γ and
     nothing otherwise, and its divergence is γ times the report's (docs/theory/gaussian.md, section
-    4). Of rounds by allocation it is one report a block. A round of fixed size is priced as one in
-    which the user reports for certain: others draw it.
+    4). With allocation, a block of rounds is one report. In a round of fixed size the user is taken
+    to report for certain, because others draw who reports.
 
     Guarantee:
         ε holds for every pair of neighbouring datasets, and a server that colludes with the
@@ -39,11 +39,6 @@ class LocalAccountant(ProfileShuffleAccountant):
     name = "local"
     holds_for = "every pair"
     counts_on_others = False
-    covers = (
-        "every pair of neighbouring datasets, and a server that colludes with the shuffler and so "
-        "knows when the user took part; assumes only that the user's own device flips its coins "
-        "and adds the noise"
-    )
     round_kinds = (Shuffled, Summed)
     participations = (CheckIn, FixedSize, Allocation)
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)
@@ -81,10 +76,10 @@ class LocalAccountant(ProfileShuffleAccountant):
         return min(super()._epsilon(counts, delta), most)
 
     def usual_epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        """Returns a lower bound of ε that takes no composition; 0 if there is none.
+        """Returns a lower bound of ε that needs no composition; 0 if there is none.
 
-        With probability 1/2 or more a user takes part ⌊γT⌋ times or more in rounds of one kind, and
-        δ grows with each time.
+        In rounds of one kind a user takes part at least ⌊γT⌋ times with probability 1/2 or more,
+        and δ grows with each time.
         """
         shift = self._always({e: math.floor(_own_rate(e) * count) for e, count in counts.items()})
         if not (0.0 < shift < math.inf and delta > 0.0):
@@ -115,12 +110,12 @@ class LocalAccountant(ProfileShuffleAccountant):
 
 
 class AmplifiedAccountant(ProfileShuffleAccountant):
-    """Base of the accountants that count on a shuffler: none of them states more than `local`.
+    """Base of the accountants that count on a shuffler. None of them reports more than `local`.
 
-    Where shuffling hides nearly nothing, composition on a grid states a little more.
+    Where shuffling hides nearly nothing, composition on a grid alone would report a little more.
 
     Attributes:
-        least_noise: With Gaussian noise multipliers below it no other report is counted on.
+        least_noise: At smaller Gaussian noise multipliers no other report is counted on.
     """
 
     least_noise: ClassVar[float] = 0.0

@@ -44,10 +44,6 @@ class PldAccountant(AmplifiedAccountant):
 
     name = "pld"
     holds_for = "homogeneous pair"
-    covers = (
-        "the homogeneous pair only (all other users hold the differing user's record), "
-        "numerically tight; the same assumptions as theorem3"
-    )
 
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
         epsilons, forward, reverse = round_profile(event, self._sigma(event), least)
@@ -70,12 +66,17 @@ class PldAccountant(AmplifiedAccountant):
         return super().note(delta)
 
     def epsilon_lower_bound(self, target_delta: float) -> float | None:
-        """Returns a lower bound of the homogeneous pair's ε; None for rounds with blankets.
+        """Returns a lower bound of the homogeneous pair's ε.
 
         No accountant of the same pair, and none that holds for every pair on the same assumptions,
-        can be below. It takes one direction, where `get_epsilon` takes the larger of both. 0 where
-        δ is too small for the Fourier transform it is computed with, below about 1e-14 for each
-        round.
+        can be below. The bound is for one direction; `get_epsilon` takes the larger of both.
+
+        Args:
+            target_delta: δ in [0, 1].
+
+        Returns:
+            The bound. It is 0 if δ is below about 1e-14 for each round, which is the error of the
+            Fourier transform. None for rounds with blankets.
         """
         events, counts = tuple(self._counts), tuple(self._counts.values())
         if not events or not self._are_private(events):

@@ -15,13 +15,14 @@ from shufl.accounting.numerics.loss_pmf import USUAL_LEAST, LossPmf, Profile, dy
 from shufl.protocol.events import Shuffled
 from shufl.protocol.mechanisms import GaussianMechanism
 
-# The mesh is at least this share (times 1/48) of the whole sum's standard deviation: memory.
+# The mesh is at least 1/48 of this share of the whole sum's standard deviation, to save memory.
 _WIDEST = 1e-3
-# Losses so rare that those of all rounds come to this share of δ count as infinite: they would
-# make windows long.
+# Rare losses count as infinite if their probability in all rounds together is below this share of
+# δ. They would make windows long.
 _RARE = 1e-7
 
-# How far down a profile is computed for a δ of which `_RARE` is less than usual: by such steps.
+# A profile is computed down to `USUAL_LEAST`. If `_RARE` of δ is less, that floor is lowered in
+# steps of this factor, but not below `_LEAST`.
 _DEEPER, _LEAST = 1e-11, 1e-109
 
 
@@ -35,13 +36,19 @@ class ProfileShuffleAccountant(ShuffleAccountant):
 
     @abc.abstractmethod
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:
-        """Returns one round's epsilons (increasing, from 0, shape (K,)) and bounds of its δ.
+        """Returns bounds of the hockey-stick divergence of every pair that the accountant covers.
 
-        The deltas bound the hockey-stick divergence of every pair the accountant covers: of shape
-        (K,) in both directions, whichever is larger in which round; of shape (2, K) in each, for a
-        pair that has the same direction in all rounds. Smaller ones than `least` need not be told
-        apart. The noise multiplier is above 0. The answer may depend on nothing else but the
-        neighbouring relation: it is kept for all accountants of the class.
+        The answer is kept for all accountants of the class, so it may depend on nothing but the
+        arguments and the neighbouring relation.
+
+        Args:
+            event: The round; its noise multiplier is above 0.
+            least: Deltas below it need not be told apart.
+
+        Returns:
+            Epsilons, increasing from 0, of shape (K,), and deltas: of shape (K,) if they bound both
+            directions, of which another may be the larger in each round; of shape (2, K) if they
+            bound each direction of pairs that keep their direction in all rounds.
         """
 
     def _is_private(self, event: Shuffled) -> bool:
@@ -119,7 +126,7 @@ class ProfileShuffleAccountant(ShuffleAccountant):
 
 
 class _Prices(NamedTuple):
-    """What all accountants of a class share, by event: a profile is costly, and an event recurs."""
+    """Results that all accountants of a class share, kept by event because they are costly."""
 
     accountant: type[ProfileShuffleAccountant]
     relation: NeighboringRelation
@@ -133,9 +140,9 @@ class _Prices(NamedTuple):
     def mesh(
         self, events: Iterable[Shuffled], counts: Sequence[int], least: float = USUAL_LEAST
     ) -> float:
-        """One mesh for so many of these rounds: that of the mean variance of a loss.
+        """One mesh for all these rounds, from the mean variance of a loss.
 
-        A wider one where the sum reaches far.
+        It is wider where the sum of all losses reaches far.
         """
         spreads = [self.envelope(event, least)[1] for event in events]
         variance = math.fsum(c * spread**2 for c, spread in zip(counts, spreads, strict=True))
@@ -161,7 +168,7 @@ class _Prices(NamedTuple):
         delta: float,
         reverse: bool,
     ) -> Composition:
-        """The composition of rounds that lose something, for all counts in some blocks.
+        """The composition of rounds that lose something, for all counts within `blocks`.
 
         Losses that are rare beside `delta` count as infinite.
         """

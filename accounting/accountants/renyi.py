@@ -32,9 +32,9 @@ def _rdp_vector(
 
 
 class RdpShuffleAccountant(ShuffleAccountant):
-    """Base of the Rényi accountants: orders 2..max_order, composition by addition.
+    """Base of the Rényi accountants, which add up divergences of the orders 2..max_order.
 
-    An event is priced once a process; after that `compose`, `epsilon_after` and `get_epsilon` cost
+    A process prices each event once. After that `compose`, `epsilon_after` and `get_epsilon` cost
     one pass over the orders.
     """
 
@@ -45,7 +45,15 @@ class RdpShuffleAccountant(ShuffleAccountant):
         neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE,
         max_order: int | None = None,
     ) -> None:
-        """`max_order` is the highest Rényi order, at least 2; the class's default if None."""
+        """Starts with nothing composed.
+
+        Args:
+            neighboring_relation: REPLACE_ONE, or REPLACE_SPECIAL for zero-out.
+            max_order: The highest Rényi order, at least 2; the class's default if None.
+
+        Raises:
+            ValueError: The relation is ADD_OR_REMOVE_ONE, or the order is no whole number from 2.
+        """
         super().__init__(neighboring_relation)
         wanted = self.default_max_order if max_order is None else max_order
         self._max_order = validation.integer("highest Rényi order", wanted, 2)
@@ -105,11 +113,6 @@ class Theorem3Accountant(RdpShuffleAccountant):
 
     name = "theorem3"
     holds_for = "homogeneous pair"
-    covers = (
-        "the homogeneous pair only (all other users hold the differing user's record); assumes "
-        "that all n users flip their coins and add their noise every round, and that the server "
-        "gets nothing of the round but the shuffled reports"
-    )
     default_max_order = 256
 
     def note(self, delta: float) -> str | None:
@@ -164,10 +167,6 @@ class CheckInRdpAccountant(RdpShuffleAccountant):
 
     name = "rdp"
     holds_for = "homogeneous pair"
-    covers = (
-        "the homogeneous pair only (all other users hold the differing user's record), exact in "
-        "Rényi divergence; the same assumptions as theorem3"
-    )
     default_max_order = 1024
 
     @classmethod

@@ -52,9 +52,15 @@ class AuditResult:
 class ClaimCheck:
     """An accountant's δ(ε) of one round against what the draws show.
 
-    A violation of a pair that it does not cover is no error in it, but its δ is then no guarantee
-    for every pair of neighbours. There is a result for each placement that it claims something
-    about.
+    A violation at a pair that the accountant does not cover is no error of the accountant, but then
+    its δ is no guarantee for every pair of neighbours.
+
+    Attributes:
+        accountant: Its name.
+        covers: What its ε holds for, and on what assumption.
+        holds_for: Which pairs of neighbouring datasets its ε bounds.
+        claimed_delta: Its δ(ε).
+        results: One for each placement about which the accountant claims something.
     """
 
     accountant: str
@@ -181,11 +187,18 @@ def audit_round(
 ) -> AuditResult:
     """Draws one round under D and D′ and bounds its δ(ε) from below.
 
-    ε lies in [0, 700], `confidence` in (0, 1), and each world has at least 2 `samples`. `method` is
-    "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
+    Args:
+        event: What the round releases.
+        adjacency: "replace" or "zero-out".
+        placement: The two neighbouring datasets.
+        epsilon: ε in [0, 700].
+        samples: Rounds to draw in each of the two worlds, at least 2.
+        confidence: The probability that the bound holds, in (0, 1).
+        rng: Where the draws come from; fresh if None.
+        method: "events", or "auto": "ratios" wherever the likelihood ratio can be computed.
 
     Raises:
-        ValueError: A pair that is not one of neighbours.
+        ValueError: The two datasets are no neighbours.
     """
     relation_of(adjacency)
     if adjacency == "zero-out" and np.any(placement.second):
@@ -208,7 +221,10 @@ def audit_round(
 
 
 def claims_something(accountant: type[ShuffleAccountant], placement: str | Placement) -> bool:
-    """Tells whether an accountant claims anything there; not where others it needs are absent."""
+    """Returns whether an accountant claims anything at a placement.
+
+    An accountant that counts on others claims nothing where they are absent.
+    """
     absent = placement == "absent" if isinstance(placement, str) else placement.absent
     return not (absent and accountant.counts_on_others)
 
@@ -224,13 +240,23 @@ def check_claims(
 ) -> list[ClaimCheck]:
     """Attacks the δ(ε) of one round that accountants claim, all by the same draws.
 
-    The accountants are of one adjacency, which is attacked; they have spent nothing and are left as
-    they are. Each is checked at those placements, or names of `PLACEMENTS`, that it claims
-    something about. `confidence` is the chance of no false violation, over all placements together.
+    Args:
+        accountants: They have one adjacency, which is attacked, and have composed nothing. They are
+            left as they are.
+        event: What the round releases.
+        epsilon: ε in [0, 700].
+        placements: Where to attack: placements, or names of `PLACEMENTS`. Each accountant is
+            checked only where it claims something.
+        samples: Rounds to draw in each of the two worlds, at least 2.
+        confidence: The probability of no false violation at all placements together, in (0, 1).
+        rng: Where the draws come from; fresh if None.
+
+    Returns:
+        One check for each accountant.
 
     Raises:
-        ValueError: No placement, or none that an accountant claims anything about, or an
-            accountant that has spent.
+        ValueError: There is no placement, or none about which an accountant claims anything, or an
+            accountant has composed something.
         dp_accounting.UnsupportedEventError: An accountant does not price `event`.
     """
     if not placements:

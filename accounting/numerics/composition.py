@@ -363,5 +363,5 @@ def _tilt(parts: Sequence[_Tilted], counts: Sequence[int], target: Target) -> fl
             # An ε below the mean of the loss needs no tilt, but the window does.
             beyond = tilted_mean > (target.epsilon or 0.0) and rate > _LEAST_RATE
         low, high = (low, theta) if beyond else (theta, high)
-    # Too small a tilt costs digits; one too large, past a jump of the tilted mean, the answer.
+    # A tilt that is too small costs digits; one past a jump of the tilted mean loses the answer.
     return low

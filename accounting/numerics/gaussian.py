@@ -19,7 +19,6 @@ _ROOT_TWO = math.sqrt(2.0)
 ROOT_TAU = math.sqrt(2.0 * math.pi)
 _SUBSAMPLED_POINTS = 2500
 _WIDEST = 1e6  # δ is γ there up to the largest loss
-_LARGE = 300.0  # from here on arcsinh(e^x) is x + log 2
 
 
 def log_gaussian_delta(shift: float, epsilons: npt.ArrayLike) -> FloatArray:
@@ -153,10 +152,7 @@ def _opposite(rate: float, width: float, epsilons: FloatArray) -> FloatArray:
     with np.errstate(divide="ignore"):
         log_b = np.log(0.5 * (1.0 - rate) / rate) + np.log(np.expm1(epsilons)) + 0.5 * width**2
     log_b -= 0.5 * epsilons
-    large = log_b > _LARGE
-    log_u = 0.5 * epsilons + np.where(
-        large, log_b + math.log(2.0), np.arcsinh(np.exp(np.minimum(log_b, _LARGE)))
-    )
+    log_u = 0.5 * epsilons + np.logaddexp(log_b, 0.5 * np.logaddexp(2.0 * log_b, 0.0))
     log_first, log_second = log_u - width**2 / 2.0, -log_u - width**2 / 2.0
     first = log_gaussian_delta(width, log_first)
     second = log_gaussian_delta(width, -log_second) + epsilons + log_second

@@ -9,7 +9,7 @@ The grid is graded: of one mesh up to a limit on both sides of 0, sixteen times 
 many points of those, and so on, so that the cells grow with the distance and a tail over many
 orders of magnitude needs few points. Sums are taken by doubling, with direct convolutions: only
 positive numbers are added, so each probability has small *relative* error, however small it is.
-Whenever the sum has grown enough, the grid is made twice as coarse. It has as many levels as hold
+Whenever the sum has grown enough, the grid is made twice as coarse. There are enough levels to hold
 the largest sum.
 """
 
@@ -23,8 +23,8 @@ from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.summand import Summand, at_ends, at_means, left_out, totals
 
 GRADE = 16
-# Cut off where mass times distance is below, in units of the least δ that is of interest; at most
-# 10⁵ points in 60 sums; and that for each summand.
+# Points at the ends are cut off if mass times distance is below `_DUST`, in units of the least δ of
+# interest. In 60 sums of at most 10⁵ points that is at most `_ALL_DUST`, for each summand.
 _DUST, _ALL_DUST = 1e-38, 1e-32
 # Relative, for each summand: a direct sum of N < 8000 positive products errs by less than N 2⁻⁵³,
 # and the errors of the two halves of a sum add. (Observed: 1e-16.)
@@ -131,7 +131,7 @@ class GradedLaw:
 
     Attributes:
         lower: Whether it lies below.
-        least: Expectations far below are not of interest.
+        least: Expectations far below it are not of interest.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class GradedLaw:
         return cls(mesh, limit, cells, lower, summand.least)
 
     def _underflow(self, level: int) -> _Cells | None:
-        """Takes out of a level what the next finer one reaches: its points are points there."""
+        """Takes out of a level the points that the next finer one reaches and has too."""
         cells, reached = self._levels[level], self._limit // GRADE
         inner = None if cells is None else cells.slice(-reached, reached + 1)
         if cells is None or inner is None:

@@ -36,16 +36,16 @@ from shufl.accounting.numerics.jump_counts import ComplexArray, Count, PoissonCo
 _BELOW_SADDLE = 0.6
 _ALIAS = 20.0
 _LADDER = np.geomspace(0.3, 1e5, 120)  # of highest frequencies, in units of c
-# The last that is taken, 183 c; up to 25 c what is left out is to be the first of these (relative,
-# about), from there on the second. If what is left out is still more than `_LITTLE` of the sum and
-# more than `_TINY`, the sum goes on to the first, but not beyond the last.
+# The sum goes on to 25 c (`_EASY`), or farther until what is left out is below the second of
+# `_LEFT_OUT` (relative, about); but never beyond 183 c (`_LAST`), nor beyond where it is below the
+# first. If it is still above `_LITTLE` of the sum and above `_TINY`, the sum goes on to there.
 _LAST, _EASY = 60, 41
 _LEFT_OUT = 1e-10, 1e-4
 _LITTLE, _TINY = 1e-3, 1e-15
 _SMOOTH = 6.5  # the deviation of the Gaussian added, times the highest frequency
 _UNIT = 1e-15
-_BEYOND = 1e-3  # of a bound, which jumps above the cap may add before the cap is put higher
-_NOTHING = 1e-30  # for each jump: where Chernoff's bound serves
+_BEYOND = 1e-3  # of a bound: if jumps above the cap add more, the cap is put higher
+_NOTHING = 1e-30  # for each jump: below it Chernoff's bound is good enough
 _ROWS = 32
 _AT_ONCE = 5  # c tried at once in the search of the saddle point
 
@@ -114,7 +114,7 @@ class _Line(NamedTuple):
 
 
 def _line(law: "_Law", count: Count) -> _Line | None:
-    """Returns None where Chernoff's bound says that there is next to nothing."""
+    """Returns the integrand; None if by Chernoff's bound the expectation is next to nothing."""
     if law.jump.cap <= 0.0:
         return None
     c = _BELOW_SADDLE * law.saddle()

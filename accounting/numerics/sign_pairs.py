@@ -32,11 +32,11 @@ _LOG_ROUND_UP = 1.0 + 4e-16  # a quotient and a logarithm err by less
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """What a report is.
+    """A report: the user's own place, or a uniform one.
 
     Attributes:
-        truth: s in (0, 1), the chance that it is the user's own place.
-        places: k, how many there are.
+        truth: s in (0, 1), the chance that the own place is sent for certain.
+        places: k, how many places there are.
     """
 
     truth: float
@@ -44,14 +44,14 @@ class Response:
 
     @classmethod
     def of(cls, mechanism: LdpSgd | RandomisedResponse) -> Response:
-        """That of a mechanism, or one that is as bad for any two records."""
+        """Returns the reports of a mechanism, or others that are as bad for any two records."""
         if isinstance(mechanism, LdpSgd):
             return cls(mechanism.bias, 2)
         return cls(mechanism.truth, mechanism.categories)
 
     @property
     def share(self) -> float:
-        """β, the chance that it is uniform, a blanket, whatever it is of."""
+        """β, the chance that the report is a uniform place, as a blanket is."""
         return 1.0 - self.truth
 
     @property

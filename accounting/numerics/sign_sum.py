@@ -22,10 +22,10 @@ from shufl.accounting.numerics.jump_counts import Count, PoissonCount, TermsCoun
 # upper tails, beyond 4.5 deviations of a mean of 10⁷ or more, are too small, by up to nine tenths:
 # differences of tails then hold that mass at 4.5 deviations, which changes sums by below 2e-11.
 ROUND_UP = 1e-9
-# Up to so many signs, and so many counts above half, tails are summed count by count.
+# Tails are summed count by count up to this many signs, and this many counts above half.
 _MOST_SIGNS_SUMMED = 1e5
 _MOST_STEPS_SUMMED = 2200.0
-_REACH = 12.0  # deviations of K and of the steps down that are told apart
+_REACH = 12.0  # deviations, within which values of K and of the steps down are told apart
 _BLOCKS = 16  # of K for each deviation
 _DOWN_BLOCKS = 2
 

@@ -24,7 +24,7 @@ from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_parts
 from shufl.accounting.numerics.worst_pairs import Pair
 
-# Of what is given up, the part that goes to π.
+# The share of the mass moved into δ that goes to π.
 _RARE_SHARE = 0.1
 _CELL = 0.11  # in standard deviations
 
@@ -54,7 +54,7 @@ class SwapBound:
 
     @property
     def holds(self) -> bool:
-        """Whether there are enough others for it."""
+        """Whether there are enough other users for the bound."""
         return self._raised < 1.0
 
     def divergence(self, alpha: float, pair: Pair) -> float:
@@ -70,7 +70,7 @@ class SwapBound:
     def _own(self, alpha: float, pair: Pair) -> tuple[FloatArray, FloatArray, float]:
         """Places of cU and their chances, the mean of each cell kept; and what lies beyond them."""
         w = self._width
-        # Beyond it is what is negligible beside the rare.
+        # What lies beyond is negligible beside π.
         reach = reach_of(min(1e-3 * self._rare, 1e-17)) + w
         ends = np.linspace(-reach, reach, math.ceil(2.0 * reach / _CELL))
         places = self._cap * (pair.jumps(w, alpha).value(ends) + alpha - 1.0)

@@ -39,7 +39,6 @@ class _SecondTerm:
 
     def __init__(self, rate: float, table: FloatArray, log_q: float):
         max_order = table.shape[0] - 1
-        self.max_order = max_order
         self.log_q = log_q
         self._powers = np.arange(float(max_order))
         weights, pair = rdp_bounds.subsampling_weights(rate, max_order)

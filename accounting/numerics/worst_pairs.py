@@ -18,7 +18,8 @@ from shufl.accounting.numerics.capped_jump import Jumps
 from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS
 
-# α - 1 at which a divergence is computed, in units of the scale of the mean: chords between.
+# Divergences are computed at α - 1 in these steps, in units of the scale of the mean, and joined by
+# chords.
 _STEP, _EVEN_UNTIL = 0.125, 5.0
 _GROWTH = 1.1
 _FAR, _FAR_GROWTH = 30.0, 1.25
@@ -74,12 +75,6 @@ def pairs_of(relation: NeighboringRelation) -> tuple[Pair, ...]:
     return (OPPOSITE,)
 
 
-def apart(relation: NeighboringRelation, noise_multiplier: float) -> float:
-    """Returns how far apart the two records are, in standard deviations of the noise."""
-    records = 1.0 if relation is NeighboringRelation.REPLACE_SPECIAL else 2.0
-    return records / noise_multiplier
-
-
 def upper_profile(
     divergence: Divergence,
     rate: float,
@@ -88,17 +83,24 @@ def upper_profile(
     least: float,
     coarseness: float = 1.0,
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns a profile: upper bounds of each direction, or of the report without any others.
+    """Returns a profile of one round: the smaller of `divergence` and the report's own bound.
 
-    Seen alone, with the chance γ that it is sent at all, a report has `H_α = γ δ_G(α)`; others
-    only hide it.
+    Seen alone, and sent with probability γ, a report has `H_α = γ δ_G(α)`. Others only hide it.
 
-    `divergence` is that of one round, `rate` is γ and z > 0. δ below `least` are not told apart.
-    The steps of α are `coarseness` times as long as they should be. Returns epsilons from 0 of
-    shape (K,) and deltas, of the same shape if the directions are mirror images, otherwise of shape
-    (2, K).
+    Args:
+        divergence: Upper bounds of the round's H_α.
+        rate: γ in (0, 1].
+        noise_multiplier: z > 0.
+        relation: REPLACE_ONE, or REPLACE_SPECIAL for zero-out.
+        least: Deltas below it are not told apart.
+        coarseness: Factor of the steps of α; larger steps save time and cost some ε.
+
+    Returns:
+        Epsilons from 0, of shape (K,), and deltas: of shape (K,) if the directions are mirror
+        images, otherwise (2, K).
     """
-    shift, pairs = apart(relation, noise_multiplier), pairs_of(relation)
+    pairs = pairs_of(relation)
+    shift = (pairs[0].first - pairs[0].second) / noise_multiplier
 
     def alone(losses: FloatArray) -> FloatArray:
         return np.asarray(rate * np.exp(log_gaussian_delta(shift, losses)))
@@ -113,7 +115,7 @@ def upper_profile(
         deltas.append(divergence(math.exp(loss), pairs[0]))
         if deltas[-1] < least:
             break
-        # Where nothing is hidden any more, once that is no matter of α's being next to 1.
+        # From here on nothing hides the report. (Next to α = 1 that would say nothing yet.)
         seen = float(alone(np.array(loss)))
         if deltas[-1] >= _AS_ALONE * seen and seen < 0.5 * float(alone(np.zeros(()))):
             beyond = gaussian_losses(shift, least)

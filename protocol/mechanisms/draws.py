@@ -30,7 +30,7 @@ class Uniform:
     def below(self, bound: Callable[[Any], Any]) -> bool:
         """Whether U is below a number.
 
-        `bound` is given an mpmath context, and computes the number to that context's precision.
+        `bound` computes the number in the mpmath context that it is given, to its precision.
         """
         digits = self._digits
         while True:

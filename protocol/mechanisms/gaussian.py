@@ -56,20 +56,39 @@ class GaussianMechanism(Checked):
 
     @staticmethod
     def ratio_variance(noise_multiplier: np.ndarray) -> np.ndarray:
-        """The variance of a report's density over a blanket's, at most: e^{1/z²} - 1."""
+        """Returns an upper bound of the variance of a report's density over a blanket's.
+
+        Args:
+            noise_multiplier: z > 0, any shape.
+
+        Returns:
+            e^{1/z²} - 1, of the same shape.
+        """
         return np.asarray(np.expm1(noise_multiplier**-2.0))
 
     @staticmethod
     def draws(dimension: int) -> int:
-        """How many N(0, 1) draws a report of d entries takes."""
+        """Returns how many N(0, 1) draws a report takes: one for each entry.
+
+        Args:
+            dimension: d, the number of entries.
+        """
         return dimension
 
     def noise_deviation(self, dimension: int) -> float:
-        """The standard deviation of the noise in one entry of a report: zC."""
+        """Returns the standard deviation of the noise in one entry of a report: zC.
+
+        Args:
+            dimension: d, the number of entries, on which it does not depend.
+        """
         return self.noise_multiplier * self.clip_norm
 
     def unit(self, dimension: int) -> float:
-        """What one step of a report's integers stands for: (C + 12 zC) / 32 767."""
+        """Returns what one step of a report's integers stands for: (C + 12 zC) / 32 767.
+
+        Args:
+            dimension: d, the number of entries, on which it does not depend.
+        """
         return self.clip_norm * (1 + _NOISE_RANGE * self.noise_multiplier) / _LARGEST
 
     def report(self, update: np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -93,11 +112,17 @@ class GaussianMechanism(Checked):
         return np.clip(noisy, -_LARGEST, _LARGEST, out=noisy).astype(np.int16)
 
     def largest_honest_norm(self, dimension: int) -> float:
-        """Returns a norm, in units, that an honest report exceeds with probability below 1e-12.
+        """Returns a norm that an honest report exceeds with probability below 1e-12.
 
-        C + zC (sqrt(d) + sqrt(2 log 1e12)), and sqrt(d)/2 for rounding: the norm of N(0, I_d) is
-        1-Lipschitz, so it exceeds its mean (at most sqrt(d)) by t with probability at most
+        It is C + zC (sqrt(d) + sqrt(2 log 1e12)), and sqrt(d)/2 for rounding: the norm of N(0, I_d)
+        is 1-Lipschitz, so it exceeds its mean (at most sqrt(d)) by t with probability at most
         exp(-t^2/2).
+
+        Args:
+            dimension: d, the number of entries.
+
+        Returns:
+            The norm, in steps of `unit(d)`.
         """
         noise_norm = math.sqrt(dimension) + math.sqrt(2 * _LOG_FALSE_REJECT)
         norm = self.clip_norm * (1 + self.noise_multiplier * noise_norm)

@@ -27,12 +27,12 @@ _MORE = 1.0 + 2.0**-50  # covers how far a product of floats and a root are off
 
 
 def unit_of_sums(clip_norm: float, dimension: int) -> float:
-    """What one step of the whole numbers stands for."""
+    """Returns u, which one step of the whole numbers stands for."""
     return clip_norm / steps_of_sums(1.0, dimension)
 
 
 def steps_of_sums(lengths: float, dimension: int) -> float:
-    """A length of `lengths` clip norms C, in units."""
+    """Returns how many units a length of so many clip norms C has."""
     return lengths * _UNITS * math.sqrt(dimension)
 
 

@@ -104,7 +104,8 @@ def lower_profile(event, relation):
     values = np.concatenate([bottom[1:-1], (bottom[1:-2] + onward * (at - start))[inside]])
     # The outermost lines end where they meet 1 - α, and 0.
     back_out, on_out = (top[2] - bottom[1]) / width[1], (bottom[-2] - top[-3]) / width[-2]
-    near = (1.0 - bottom[1] + back_out * x[1]) / (1.0 + back_out)
+    with np.errstate(divide="ignore"):  # a line that is parallel to 1 - α does not meet it
+        near = (1.0 - bottom[1] + back_out * x[1]) / (1.0 + back_out)
     if 0.0 < near < x[1]:
         places, values = np.append(places, near), np.append(values, 1.0 - near)
     if on_out < 0.0:

@@ -11,7 +11,6 @@ from shufl.accounting import (
     CalibrationError,
     OpenPlan,
     PrivacyBudget,
-    PrivacyPlan,
     accountants_for,
     calibrate,
     make_accountant,
@@ -123,18 +122,6 @@ def test_blocks_are_rounds_of_everybody_among_the_blankets_of_all(mechanism, adj
             assert found == expected > 0.0
 
 
-def test_rounds_of_a_block_may_be_composed_one_at_a_time():
-    event = plan_of().event()
-    slowly = make_accountant("blanket")
-    for _ in range(25):
-        slowly.compose(event)
-    at_once = make_accountant("blanket").compose(event, 25)
-    assert slowly.get_epsilon(1e-5) == at_once.get_epsilon(1e-5)
-    assert make_accountant("blanket").compose(event, 7).epsilon_after(event, 1e-5, 3) == (
-        make_accountant("blanket").epsilon_after(event, 1e-5, 10)
-    )
-
-
 def test_a_shuffler_that_colludes_sees_so_many_reports_and_no_more():
     """`local` counts a device's reports, where coins that say yes too often cost more."""
     drawn, coins = plan_of(), plan_of(participation="check-in")
@@ -143,22 +130,17 @@ def test_a_shuffler_that_colludes_sees_so_many_reports_and_no_more():
     assert drawn.epsilon("blanket") == pytest.approx(coins.epsilon("blanket"), rel=0.01)
 
 
-def test_the_guard_halts_between_blocks():
+def test_the_guard_counts_blocks_and_leaves_no_round_of_one_out():
+    """Rounds that are far apart would lie in more blocks than are counted."""
     plan = plan_of(target_epsilon=plan_of().epsilon(rounds=20) * 1.0001)
     assert rounds_within_budget(plan) == 20
     budget = PrivacyBudget(plan)
-    for _ in range(20):
-        budget.spend()
+    for number in range(1, 21):
+        budget.spend(number)
+        assert budget.epsilon == plan.epsilon(rounds=number)
+        with pytest.raises(RuntimeError, match=r"next one of its block, got 31|exceed the plan's"):
+            budget.spend(31)
     assert budget.would_exceed()
-
-
-def test_no_round_of_a_block_is_left_out():
-    """Rounds that are far apart would lie in more blocks than are counted."""
-    budget = PrivacyBudget(plan_of())
-    budget.spend(1)
-    with pytest.raises(RuntimeError, match="round must be 2, the next one of its block, got 11"):
-        budget.spend(11)
-    budget.spend(2)
 
 
 def test_only_accountants_that_count_on_nobody_else_price_it():
@@ -174,9 +156,6 @@ def test_only_accountants_that_count_on_nobody_else_price_it():
 def test_a_rate_that_is_not_one_in_a_whole_number_is_refused(rate):
     with pytest.raises(ValueError, match="must be one in a whole number up to"):
         plan_of(check_in_rate=rate)
-
-
-def test_one_in_three_may_be_written_with_six_digits():
     assert plan_of(check_in_rate=0.333333).event().participation == Allocation(3)
 
 
@@ -191,12 +170,6 @@ def test_what_is_open_is_found_and_the_rate_cannot_be():
         calibrate(asked.replace(target_epsilon=1e-9))
     with pytest.raises(ValueError, match="check_in_rate must be given with participation"):
         OpenPlan(**known | {"check_in_rate": None})
-
-
-def test_a_plan_travels_as_json():
-    plan = plan_of()
-    assert PrivacyPlan.from_json(plan.to_json()) == plan
-    assert plan.digest() != plan_of(participation="check-in").digest()
 
 
 @given(

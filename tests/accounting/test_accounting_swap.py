@@ -1,16 +1,15 @@
 """The swap bound: its worst law, the sums it reads, and the bound against exact likelihoods."""
 
-import functools
 import math
 
 import numpy as np
 import pytest
+from accounting_oracles import lower_bounds
 from scipy import special
 
 from nights import by_night
 from rounds import check_in
 from shufl import accounting
-from shufl.accounting.audit.placements import AttackedRound, Placement
 from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_parts
 from shufl.accounting.numerics.swap_bound import SwapBound, worst_law
@@ -20,16 +19,6 @@ pytestmark = pytest.mark.slow
 
 # User 1's two records on a line, in the unit ball.
 PAIRS = {OPPOSITE: (1.0, -1.0), AGAINST_ZERO: (1.0, 0.0), ZERO_AGAINST: (0.0, 1.0)}
-DIRECTIONS = {"replace": (OPPOSITE, OPPOSITE), "zero-out": (AGAINST_ZERO, ZERO_AGAINST)}
-
-
-def event_of(users, rate, noise):
-    return check_in(users, rate, noise)
-
-
-@functools.cache
-def crowd(adjacency, users, rate, noise):
-    return accounting.make_accountant("crowd", adjacency).compose(event_of(users, rate, noise))
 
 
 def stop_loss_on_the_line(first, second, other, width, alpha, s):
@@ -155,61 +144,6 @@ def test_the_worst_law_dominates_every_placement_in_the_plane(pair):
             assert np.all(here <= most * (1.0 + 1e-3) + 2e-5)
 
 
-def permanents(matrices):
-    """Permanents of a batch of small matrices, by subsets."""
-    batch, n, _ = matrices.shape
-    found = np.zeros((batch, 1 << n))
-    found[:, 0] = 1.0
-    for subset in range(1, 1 << n):
-        row = subset.bit_count() - 1
-        for j in range(n):
-            if subset >> j & 1:
-                found[:, subset] += found[:, subset ^ (1 << j)] * matrices[:, row, j]
-    return found[:, -1]
-
-
-def few_users(rng, first, second, others, rate, noise, samples):
-    """Likelihood ratios of second to first, of rounds drawn under first."""
-    points = np.stack([*others, first])
-    there = rng.random((samples, len(points))) < rate
-    y = points + noise * rng.standard_normal((samples, *points.shape))
-
-    def ratios(mine):
-        held = np.stack([*others, mine])
-        logs = np.einsum("bid,jd->bij", y, held) - 0.5 * np.sum(held**2, axis=1)
-        return permanents(np.where(there[:, :, None], np.exp(logs / noise**2), 1.0))
-
-    return ratios(second) / ratios(first)
-
-
-def assert_bounds(accountant, ratios, epsilons):
-    """E_P[(1 - α Q/P)_+] is in [0, 1]: an average of bounded draws."""
-    for epsilon in epsilons:
-        kept = np.maximum(1.0 - math.exp(epsilon) * ratios, 0.0)
-        error = float(np.std(kept)) / math.sqrt(ratios.size)
-        assert accountant.get_delta(epsilon) >= float(np.mean(kept)) - 5.0 * error
-
-
-@pytest.mark.parametrize("users", [2, 5, *by_night(3, 4, 6)])
-@pytest.mark.parametrize("adjacency", DIRECTIONS)
-def test_few_users_by_permanents(adjacency, users):
-    rng = np.random.default_rng(users)
-    rate, noise = {2: (1.0, 1.0), 3: (0.6, 2.0), 4: (1.0, 2.0), 5: (0.6, 1.0), 6: (1.0, 1.0)}[users]
-    bound = crowd(adjacency, users, rate, noise)
-    for kind in ("opposite", "same", "second", "random", "random"):
-        x = rng.normal(size=2)
-        x /= np.linalg.norm(x)
-        y = -x if adjacency == "replace" else np.zeros(2)
-        others = rng.normal(size=(users - 1, 2))
-        others /= np.linalg.norm(others, axis=1)[:, None]
-        fixed = {"opposite": -x, "same": x, "second": y}
-        if kind in fixed:
-            others = np.tile(fixed[kind], (users - 1, 1))
-        for first, second in ((x, y), (y, x)):
-            ratios = few_users(rng, first, second, others, rate, noise, 2000)
-            assert_bounds(bound, ratios, (0.0, 0.1, 0.5, 1.0))
-
-
 def two_groups(rng, first, second, others, rate, noise, samples):
     """Likelihood ratios of second to first, of rounds drawn under first, all on a line.
 
@@ -244,34 +178,20 @@ def two_groups(rng, first, second, others, rate, noise, samples):
     return np.array(ratios)
 
 
-@pytest.mark.parametrize("adjacency", DIRECTIONS)
+@pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
 @pytest.mark.parametrize(
     ("users", "rate", "noise"), [(60, 1.0, 3.0), *by_night((150, 0.5, 3.0), (100, 1.0, 5.0))]
 )
 def test_two_groups_of_others_by_exact_ratios(adjacency, users, rate, noise):
-    rng = np.random.default_rng(users)
-    bound = crowd(adjacency, users, rate, noise)
+    rng, epsilons = np.random.default_rng(users), np.array([0.0, 0.1, 0.2, 0.4])
+    spent = accounting.make_accountant("crowd", adjacency).compose(check_in(users, rate, noise))
+    bound = np.array([spent.get_delta(epsilon) for epsilon in epsilons])
     second = -1.0 if adjacency == "replace" else 0.0
     place = np.arange(users - 1)
     for others in (np.where(place < users // 10, 1.0, -1.0), np.where(place % 2, 1.0, -1.0)):
         for ends in ((1.0, second), (second, 1.0)):
             ratios = two_groups(rng, *ends, others, rate, noise, 200)
-            assert_bounds(bound, ratios, (0.0, 0.1, 0.2, 0.4))
-
-
-@pytest.mark.parametrize("adjacency", DIRECTIONS)
-def test_others_at_one_place_by_exact_ratios(adjacency):
-    users, noise = 60, 3.0
-    rng = np.random.default_rng(users)
-    bound = crowd(adjacency, users, 1.0, noise)
-    second = -np.ones(1) if adjacency == "replace" else np.zeros(1)
-    for held in (-1.0, 1.0):
-        placement = Placement("one place", np.ones(1), second, np.full((users - 1, 1), held))
-        attacked = AttackedRound(event_of(users, 1.0, noise), placement)
-        assert attacked.exact
-        for first, sign in ((True, -1.0), (False, 1.0)):
-            ratios = np.exp(sign * attacked.scores(first, 1000, rng))
-            assert_bounds(bound, ratios, (0.0, 0.1, 0.2, 0.4))
+            assert np.all(lower_bounds(ratios, epsilons) <= bound)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -298,9 +218,6 @@ def test_the_swap_bound_itself_holds_and_is_close(pair):
         found = min(swap.divergence(alpha, pair) for swap in swaps if swap.holds)
         assert found >= exact - 5.0 * error
         assert found <= factor * exact
-        if pair is not OPPOSITE:
-            at_all = crowd("zero-out", users, 1.0, noise).get_delta(epsilon)
-            assert at_all >= exact - 5.0 * error
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ from dp_accounting import NeighboringRelation
 from nights import by_night
 from rounds import check_in, fixed_size
 from shufl import accounting, protocol
-from shufl.accounting.accountants.blanket import BlanketAccountant
-from shufl.accounting.accountants.crowd import CrowdAccountant
-from shufl.accounting.accountants.local import LocalAccountant
-from shufl.accounting.accountants.pld import PldAccountant
-from shufl.accounting.accountants.renyi import CheckInRdpAccountant
+from shufl.accounting import (
+    BlanketAccountant,
+    CheckInRdpAccountant,
+    CrowdAccountant,
+    LocalAccountant,
+    PldAccountant,
+)
 from shufl.protocol.mechanisms import LdpSgd, RandomisedResponse
 
 pytestmark = pytest.mark.slow

@@ -29,18 +29,17 @@ def test_clipping_twice_is_clipping_once(update, clip_norm):
     np.testing.assert_allclose(clip(once, clip_norm), once, rtol=1e-12)
 
 
-def test_short_and_zero_updates_stay_as_they_are():
-    assert (clip(np.zeros(5), 1.0) == 0).all()
-    assert (clip(np.array([0.3, 0.4]), 1.0) == [0.3, 0.4]).all()
-
-
-def test_direction_is_kept():
-    np.testing.assert_allclose(clip(np.array([30.0, 40.0]), 1.0), [0.6, 0.8])
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_an_update_that_is_not_finite_becomes_zero(bad):
-    assert (clip(np.array([1.0, bad]), 1.0) == 0).all()
+@pytest.mark.parametrize(
+    ("update", "clipped"),
+    [
+        ([0.0, 0.0], [0, 0]),
+        ([0.3, 0.4], [0.3, 0.4]),
+        ([30.0, 40.0], [0.6, 0.8]),
+        *(([1.0, bad], [0, 0]) for bad in (np.nan, np.inf, -np.inf)),
+    ],
+)
+def test_short_updates_stay_long_ones_keep_their_direction_the_rest_is_zero(update, clipped):
+    np.testing.assert_allclose(clip(np.array(update), 1.0), clipped)
 
 
 @pytest.mark.parametrize("update", [np.ones(40), np.full(40, np.nan), np.full(40, 1e300)])
@@ -52,16 +51,6 @@ def test_a_report_is_the_clipped_update_and_the_noise_in_steps_of_the_unit(updat
     assert mechanism.unit(1) == pytest.approx(0.5 * 37 / 32767)
     error = report * mechanism.unit(1) - (clip(update, 0.5) + 1.5 * to_normals(noise))
     assert np.abs(error).max() <= mechanism.unit(1) / 2 * (1 + 1e-9)
-
-
-def test_noise_has_standard_deviation_z_times_c():
-    update = np.zeros(50_000)
-    update[0] = 1e9
-    noise = words(update.size)
-    mechanism = GaussianMechanism(clip_norm=0.5, noise_multiplier=3.0)
-    report = mechanism.report(update, noise) * mechanism.unit(1)
-    report[0] -= 0.5
-    assert stats.kstest(report / 1.5, "norm").pvalue > 1e-7
 
 
 @pytest.mark.parametrize("noise_multiplier", [0.2, 1.0, 30.0])
