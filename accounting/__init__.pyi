@@ -22,10 +22,10 @@ from .ledger import Ledger as Ledger
 from .ledger import LedgerContent as LedgerContent
 from .ledger import LedgerEntry as LedgerEntry
 from .ledger import LedgerError as LedgerError
-from .plan import OpenPlan as OpenPlan
-from .plan import PrivacyPlan as PrivacyPlan
-from .plan import most_rounds as most_rounds
-from .plan import rounds_within_budget as rounds_within_budget
+from .privacy_plan import OpenPlan as OpenPlan
+from .privacy_plan import PrivacyPlan as PrivacyPlan
+from .privacy_plan import most_rounds as most_rounds
+from .privacy_plan import rounds_within_budget as rounds_within_budget
 from .registry import ACCOUNTANTS as ACCOUNTANTS
 from .registry import accountants_for as accountants_for
 from .registry import accountants_of_kind as accountants_of_kind

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from shufl.accounting.ledger import Ledger
-from shufl.accounting.plan import PrivacyPlan, rounds_within_budget
+from shufl.accounting.privacy_plan import PrivacyPlan, rounds_within_budget
 from shufl.accounting.registry import ACCOUNTANTS, accountants_of_kind, make_accountant
 from shufl.protocol.events import Shuffled
 

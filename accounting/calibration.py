@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy  # scipy.optimize is imported when it is first used: it takes half a second
 
-from shufl.accounting.plan import MOST_ROUNDS
+from shufl.accounting.privacy_plan import MOST_ROUNDS
 from shufl.protocol.mechanisms import (
     MECHANISMS,
     GaussianMechanism,

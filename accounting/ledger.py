@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shufl.accounting.plan import PrivacyPlan
+from shufl.accounting.privacy_plan import PrivacyPlan
 from shufl.protocol import hash_chain, validation
 
 FORMAT = 3

@@ -10,7 +10,7 @@ from shufl.accounting.calibration import (
     nearest,
     range_of,
 )
-from shufl.accounting.plan import OpenPlan, PrivacyPlan, most_rounds
+from shufl.accounting.privacy_plan import OpenPlan, PrivacyPlan, most_rounds
 from shufl.accounting.registry import ACCOUNTANTS, check_accountant
 from shufl.protocol.mechanisms import MECHANISMS
 from shufl.protocol.text import rounded_up

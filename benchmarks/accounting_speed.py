@@ -26,7 +26,7 @@ from rich.table import Table
 
 from shufl import accounting, protocol
 from shufl.accounting.numerics import moments
-from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.accounting.numerics import renyi_divergence as rdp_bounds
 from shufl.protocol.console import Console
 from shufl.results.tables import epsilon_text
 

@@ -34,8 +34,8 @@ from other_bounds import (
     variation_ratio_delta,
 )
 from shufl.accounting import ADJACENCIES, CrowdAccountant, PldAccountant
-from shufl.accounting.numerics.gaussian import gaussian_epsilon
-from shufl.accounting.numerics.renyi import epsilon_from_rdp
+from shufl.accounting.numerics.gaussian_divergence import gaussian_epsilon
+from shufl.accounting.numerics.renyi_divergence import epsilon_from_rdp
 from shufl.accounting.peers.comparisons import (
     blanket_share,
     clones_delta,

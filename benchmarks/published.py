@@ -16,7 +16,7 @@ import scipy
 from dp_accounting.rdp import compute_epsilon
 
 from shufl.accounting import price
-from shufl.accounting.numerics import renyi
+from shufl.accounting.numerics import renyi_divergence
 from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
 from shufl.results.plots import draw, style_of
 from shufl.results.tables import epsilon_text
@@ -91,8 +91,8 @@ def priced(head: str, rounds: list[int], curves: dict[str, list[float | None]]) 
 
 def table_1() -> str:
     compositions = list(range(1, 8))
-    bound = renyi.forward_moments(USERS, USERS, 1.0, SIGMA, LARGEST_ORDER)
-    rdp = renyi.rdp_from_log_moments(bound)
+    bound = renyi_divergence.forward_moments(USERS, USERS, 1.0, SIGMA, LARGEST_ORDER)
+    rdp = renyi_divergence.rdp_from_log_moments(bound)
     orders = np.arange(2, LARGEST_ORDER + 1)
     ours = epsilons(1.0, SIGMA, compositions)
     rows = [

@@ -25,7 +25,7 @@ import numpy as np
 from shufl.accounting import PrivacyPlan
 from shufl.protocol import GaussianMechanism
 from shufl.protocol.mechanisms import SystemRandomness
-from shufl.protocol.mechanisms.summed import masked, new_seed, whole_noise
+from shufl.protocol.mechanisms.summed_reports import masked, new_seed, whole_noise
 from shufl.server import Mean, aggregate_reports
 from shufl.server.aggregate import aggregate_sum
 from shufl.shuffler import (
@@ -42,7 +42,7 @@ from shufl.shuffler import (
     seal,
     usual_sealing,
 )
-from shufl.shuffler.wire.seeds import seal_seed
+from shufl.shuffler.wire.node_seeds import seal_seed
 
 RANDOMNESS = SystemRandomness()
 

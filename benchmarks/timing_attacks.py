@@ -43,7 +43,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from scipy import stats
 
 from shufl.accounting import PrivacyPlan
-from shufl.clients import ClientSettings, Deployed, device_node, load_device, serve_device, worker
+from shufl.clients import ClientSettings, Deployed, deployed_node, load_device, serve_device, worker
 from shufl.clients.worker import Worker
 from shufl.learning import LocalTraining, UserRecords
 from shufl.learning.models import ModelMaker
@@ -107,7 +107,7 @@ def serve(
             made[-1].fill(lambda user, own=own: own)
             changes.send(None)
 
-    device_node.Worker = Changing
+    deployed_node.Worker = Changing
     own = "grpc", "flwr.app", "scipy.stats", "shufl.learning.models", worker.__name__
     worker._PROCESSES.set_forkserver_preload([*own])  # a child imports this file too
     threading.Thread(target=change, daemon=True).start()

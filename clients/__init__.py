@@ -16,7 +16,7 @@ A deployed node is three services under three accounts, and what they start:
                                flwr-clientapp      runs the code that the server sends: `relay.py`
                                   |                passes the message on, and the answer back
                                   |  gRPC over the Unix socket node.sock
-    shuffler <---------TLS---- shufl node          account shufl: `device_process.py` has the keys,
+    shuffler <---------TLS---- shufl node          account shufl: `node_process.py` has the keys,
                                   |                coins and the owner's ledger, and sends reports
                                   |  a pipe, and shared memory
                                worker              its child: `worker.py` has the users' records,

@@ -1,7 +1,7 @@
-from .app import make_client_app
-from .device import DeviceLedger, DeviceLimits, RoundRefused, SimulatedLedger, load_device
-from .device_process import serve_device
-from .node import Announcement, Node, ReportFailed
+from .client_app import make_client_app
+from .device_ledger import DeviceLedger, DeviceLimits, RoundRefused, SimulatedLedger, load_device
+from .node_process import serve_device
+from .node_round import Announcement, Node, ReportFailed
 from .policy import Deployed, Simulated
 from .settings import ClientSettings
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shufl.accounting import PrivacyPlan
-from shufl.clients.device import DeviceLedger, SimulatedLedger
+from shufl.clients.device_ledger import DeviceLedger, SimulatedLedger
 
 
 @dataclass(frozen=True)

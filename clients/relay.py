@@ -2,7 +2,7 @@
 
 It runs in a process that Flower starts for one message, with code that the server has sent, so it
 has no data, no keys and no coins: those are in the process behind the socket
-(`shufl.clients.device_process`). So that it starts quickly, it imports no torch, and of this
+(`shufl.clients.node_process`). So that it starts quickly, it imports no torch, and of this
 project only how Flower's records become bytes.
 """
 

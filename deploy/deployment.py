@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from shufl.learning.section import Section
+from shufl.learning.config_section import Section
 from shufl.protocol import shuffler_of
 from shufl.protocol.validation import Count, Positive, Seconds
 from shufl.shuffler.callers import Role

@@ -19,7 +19,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from shufl.accounting import rounds_within_budget
-from shufl.clients.device import RunOffered, read_device, runs_of
+from shufl.clients.device_ledger import RunOffered, read_device, runs_of
 from shufl.deploy.deployment import LONGEST_SOCKET
 from shufl.deploy.run_status import ask_health
 from shufl.deploy.server_site import ServerSite, flower_connection

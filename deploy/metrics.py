@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from shufl.clients.device import read_device, runs_of
+from shufl.clients.device_ledger import read_device, runs_of
 from shufl.deploy.run_status import health_of, newest_run, status_of
 from shufl.deploy.server_site import ServerSite
 from shufl.deploy.site_files import NodeSite, load_site, role_of

@@ -20,9 +20,9 @@ from shufl.clients.worker import Worker
 from shufl.deploy.site_files import NodeSite, check_cover
 from shufl.learning import LocalTraining, UserRecords
 from shufl.learning.config import Config, load
-from shufl.learning.configured import check_model_size, local_training, model_maker, plan_of
 from shufl.learning.data.files import RecordFile, tensor_of
-from shufl.learning.data.users import spaced, where
+from shufl.learning.data.person_ids import spaced, where
+from shufl.learning.from_config import check_model_size, local_training, model_maker, plan_of
 from shufl.learning.model_trial import try_users
 from shufl.learning.models import ModelMaker
 from shufl.learning.parameters import dimension

@@ -18,7 +18,7 @@ import tomli_w
 
 from shufl.accounting import PrivacyPlan
 from shufl.clients import DeviceLimits
-from shufl.clients.device import RunOffered
+from shufl.clients.device_ledger import RunOffered
 from shufl.deploy.deployment import Deployment, Process, ShufflerEntry, Site
 from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolment, Provisioned
 from shufl.deploy.server_app import deployed_experiment

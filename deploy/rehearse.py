@@ -32,7 +32,7 @@ from shufl.deploy.provision import provision
 from shufl.deploy.superlink import register, run_on
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import EngineFailed
+from shufl.results.engine_interface import EngineFailed
 from shufl.shuffler.keys import Request, make_flower_key
 
 _START_SECONDS = 600.0

@@ -28,8 +28,8 @@ from shufl.accounting import Ledger, LedgerError
 from shufl.deploy.server_site import CONSOLE_FILE, OUTCOME_FILE, STOP_FILE, ServerSite
 from shufl.deploy.site_files import check_cover, load_site
 from shufl.learning.config import Config
-from shufl.learning.configured import check_model_size
 from shufl.learning.data.features import check_digest
+from shufl.learning.from_config import check_model_size
 from shufl.learning.your_code import make_importable, one_line
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole

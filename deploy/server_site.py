@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shufl.deploy.site_files import SiteFile
-from shufl.learning.section import Section
+from shufl.learning.config_section import Section
 from shufl.protocol import AgreedNode
 from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml
 from shufl.shuffler.wire.channel import parse_address

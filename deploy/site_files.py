@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
-from shufl.learning.section import Section, read_file
+from shufl.learning.config_section import Section, read_file
 from shufl.protocol.validation import ConfigError, Count
 from shufl.shuffler import Credentials
 from shufl.shuffler.wire.channel import check_address

@@ -41,7 +41,7 @@ from shufl.learning.your_code import one_line
 from shufl.protocol.files import write_whole
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import EngineFailed
+from shufl.results.engine_interface import EngineFailed
 from shufl.results.interrupts import interrupts
 from shufl.results.run_folder import config_of, make_folder, read_rows
 from shufl.server import MOST_IN_VAIN, RoundFailed

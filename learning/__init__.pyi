@@ -3,7 +3,14 @@ from .local_training import STEPS, LocalTraining, Loss, Step, UserRecords, cross
 from .module_state import ModuleState, StateError
 from .parameters import load_tensors, save_tensors
 from .tasks import Measure, evaluate
-from .update import as_keys, epochs_of_users, in_type, local_update, record_orders, user_updates
+from .user_update import (
+    as_keys,
+    epochs_of_users,
+    in_type,
+    local_update,
+    record_orders,
+    user_updates,
+)
 
 __all__ = [
     "STEPS",

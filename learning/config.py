@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, PlainValidator, model_validator
 
+from shufl.learning.config_section import Section
 from shufl.learning.data.files import RecordFile
-from shufl.learning.section import Section
 from shufl.protocol.plan import Times
 from shufl.protocol.plan_fields import CheckInRate, Privacy, Rounds, Schedule, Users
 from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml, shown
@@ -24,8 +24,8 @@ DATASETS = {
     "mnist": "shufl.learning.data.datasets:mnist",
     "fashion-mnist": "shufl.learning.data.datasets:fashion_mnist",
     "cifar10": "shufl.learning.data.datasets:cifar10",
-    "insteval": "shufl.learning.data.natural:insteval",
-    "movielens": "shufl.learning.data.natural:movielens",
+    "insteval": "shufl.learning.data.natural_datasets:insteval",
+    "movielens": "shufl.learning.data.natural_datasets:movielens",
 }
 FIXED = set(DATASETS) - {"insteval", "movielens"}
 """Datasets that are the same everywhere; the files of the others are yours."""

@@ -15,7 +15,7 @@ from torch import nn
 from shufl.learning.local_training import LocalTraining
 from shufl.learning.module_state import ModuleState
 from shufl.learning.parameters import dimension, load_sent, sent
-from shufl.learning.update import as_keys, local_update, user_updates
+from shufl.learning.user_update import as_keys, local_update, user_updates
 from shufl.learning.your_code import CODE_ERRORS
 
 log = logging.getLogger(__name__)

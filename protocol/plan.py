@@ -17,7 +17,7 @@ from shufl.protocol.mechanisms import (
     least_delta,
     most_blankets,
 )
-from shufl.protocol.mechanisms.summed import check_sums
+from shufl.protocol.mechanisms.summed_reports import check_sums
 from shufl.protocol.plan_fields import LEAST_NOISE, MOST_NOISE, check_allocation, check_mixing
 from shufl.protocol.validation import (
     Checked,

@@ -14,10 +14,10 @@ from shufl.accounting import PrivacyPlan, rounds_within_budget
 from shufl.learning import STEPS, LocalTraining, evaluate
 from shufl.learning.code_digest import code_digest
 from shufl.learning.config import FEATURES, FIXED, TASKS, Config
-from shufl.learning.configured import local_training, model_maker, plan_of
 from shufl.learning.data.datasets import Dataset, check_task, load_dataset
 from shufl.learning.data.features import data_digest, load_records, mapped
 from shufl.learning.data.partition import LoadUsers, Partition, load_partition
+from shufl.learning.from_config import local_training, model_maker, plan_of
 from shufl.learning.model_trial import try_users
 from shufl.learning.models import MODELS, ModelMaker
 from shufl.learning.parameters import dimension

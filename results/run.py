@@ -26,14 +26,14 @@ from shufl.accounting import (
 from shufl.learning.code_digest import code_digest
 from shufl.learning.config import FIXED, Config, dumps
 from shufl.learning.data.datasets import dataset_digest
-from shufl.learning.data.users import spaced
+from shufl.learning.data.person_ids import spaced
 from shufl.learning.parameters import frozen_digest, load_sent
 from shufl.learning.your_code import usual_settings
 from shufl.protocol import GaussianMechanism, RoundRecord
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
 from shufl.protocol.text import rounded_down, rounded_up
-from shufl.results.engine import Engine, engine_of
+from shufl.results.engine_interface import Engine, engine_of
 from shufl.results.experiment import Experiment, prepare
 from shufl.results.interrupts import interrupts
 from shufl.results.plots import plot_score_epsilon

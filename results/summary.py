@@ -9,11 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from shufl.accounting import epsilon_table
-from shufl.learning.data.users import spaced
+from shufl.learning.data.person_ids import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.text import rounded_up
-from shufl.results.engine import Engine
+from shufl.results.engine_interface import Engine
 from shufl.results.experiment import Experiment
 from shufl.results.run_folder import RunRecorder
 from shufl.results.tables import (

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shufl.protocol.mechanisms.summed import mask, signed, steps_of_sums, unit_of_sums, whole_noise
+from shufl.protocol.mechanisms.summed_reports import (
+    mask,
+    signed,
+    steps_of_sums,
+    unit_of_sums,
+    whole_noise,
+)
 from shufl.shuffler import (
     PrivateKey,
     RejectReason,
@@ -20,7 +26,7 @@ from shufl.shuffler import (
     decode_report,
     empty_report,
 )
-from shufl.shuffler.wire.seeds import read_seed
+from shufl.shuffler.wire.node_seeds import read_seed
 
 if TYPE_CHECKING:
     from shufl.accounting import PrivacyPlan

@@ -17,7 +17,7 @@ from shufl.learning.parameters import frozen_digest, sent
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.server.aggregate import Aggregate
 from shufl.server.broadcast import Exchange, broadcast
-from shufl.server.fleet import Fleet
+from shufl.server.connected_nodes import Fleet
 from shufl.server.settings import MOST_IN_VAIN, NodeFailed, RoundFailed, RunEnd, ServerSettings
 from shufl.server.shuffler_round import ShufflerRound
 from shufl.server.training import Observe, PlayedRound, Training

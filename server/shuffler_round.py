@@ -19,7 +19,7 @@ from shufl.server.aggregate import (
     aggregate_reports,
     aggregate_sum,
 )
-from shufl.server.counts import Counts
+from shufl.server.plausible_counts import Counts
 from shufl.server.settings import RoundFailed, ServerSettings
 from shufl.shuffler import (
     ControlClient,

@@ -1,5 +1,5 @@
+from .child_process import ShufflerProcess
 from .keys import AnyCredentials, Credentials
-from .process import ShufflerProcess
 from .wire.control_client import ControlClient
 from .wire.errors import (
     Outcome,

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shufl.protocol.validation import Seconds, first_mistake, read_toml
 from shufl.shuffler.keys import Credentials, read_certificate
-from shufl.shuffler.store.floor import Floor
+from shufl.shuffler.store.operator_minimum import Floor
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.wire.channel import MOST_USERS, parse_address
 

@@ -24,9 +24,9 @@ from shufl.protocol.text import one_line
 from shufl.shuffler.callers import Revoked
 from shufl.shuffler.config import ShufflerConfig, Tls, load_config
 from shufl.shuffler.keys import read_certificate
+from shufl.shuffler.service.grpc_server import ShufflerServer
 from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.metrics import Metrics
-from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.channel import READY
 from shufl.shuffler.wire.errors import ShufflerError

@@ -21,8 +21,8 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from shufl.accounting import PrivacyPlan, accountants_for
+from shufl.accounting.audit.adversary import AttackedRound, Placement
 from shufl.accounting.audit.attack import AuditResult, ClaimCheck, delta_lower_bound
-from shufl.accounting.audit.placements import AttackedRound, Placement
 from shufl.clients import Announcement, ClientSettings, Node, Simulated
 from shufl.learning import LocalTraining, UserRecords
 from shufl.protocol import validation

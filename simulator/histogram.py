@@ -16,7 +16,7 @@ import numpy as np
 
 from shufl.accounting import ACCOUNTANTS, OpenPlan, PrivacyPlan, calibrate, unused_note
 from shufl.learning.data.files import no_column
-from shufl.learning.data.users import looks, number_users, spelt
+from shufl.learning.data.person_ids import looks, number_users, spelt
 from shufl.protocol import RandomisedResponse
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.plan_fields import AccountantName

@@ -21,7 +21,7 @@ from shufl.clients import (
     Simulated,
     make_client_app,
 )
-from shufl.clients.device_node import Clock, DeviceNode
+from shufl.clients.deployed_node import Clock, DeviceNode
 from shufl.learning import LocalTraining
 from shufl.learning.parameters import dimension, sent
 from shufl.protocol.plan import Window

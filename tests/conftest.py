@@ -153,13 +153,13 @@ def make_round(request):
     """Makes rounds of a run on a shuffler of this process; see `client_world.Round`."""
     from client_world import Round
     from shuffler_world import ShufflerHere
-    from shufl.clients import app
+    from shufl.clients import client_app
     from shufl.shuffler import ControlClient
 
     run_id = request.node.name[:200]
     with ShufflerHere() as here, ControlClient(here.address, here.control) as control:
         yield functools.partial(Round, here.address, here.submit, control, run_id=run_id)
-    app._nodes.clear()
+    client_app._nodes.clear()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from shuffler_world import ShufflerHere
 from shufl import clients, server
 from shufl.accounting import Ledger
 from shufl.clients import ClientSettings, DeviceLedger, DeviceLimits, Node
-from shufl.clients.app import ANSWERS
+from shufl.clients.client_app import ANSWERS
 from shufl.learning import LocalTraining
 from shufl.learning.tasks import CLASSIFICATION
 from shufl.protocol import AgreedNode
@@ -26,7 +26,7 @@ from shufl.protocol.plan import Window
 from shufl.server import Mean, Optimiser, RoundLoop, ServerSettings, load_checkpoint
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.record import verify
+from shufl.shuffler.public_record import verify
 
 NODES, USERS, WIDTH = 3, 12, 5
 RATE = 1e-5

@@ -46,9 +46,9 @@ from shufl.shuffler import (
 from shufl.shuffler.callers import Caller, Revoked, Role
 from shufl.shuffler.config import ShufflerConfig
 from shufl.shuffler.keys import Authority
+from shufl.shuffler.service.grpc_server import ShufflerServer
 from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.metrics import Metrics
-from shufl.shuffler.service.server import ShufflerServer
 from shufl.shuffler.serving import open_store
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore

@@ -262,7 +262,7 @@ def python(request, tmp_path_factory):
 _CHECKERS = {  # how each is told of an environment's Python, and what it says of a method
     "mypy": (
         "--python-executable",
-        'Revealed type is "def (self: shufl.accounting.plan.PrivacyPlan) -> ',
+        'Revealed type is "def (self: shufl.accounting.privacy_plan.PrivacyPlan) -> ',
     ),
     "basedpyright": ("--pythonpath", '"(self: PrivacyPlan) -> str"'),
 }

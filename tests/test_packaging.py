@@ -103,7 +103,7 @@ def test_modules_of_yours_may_have_the_names_of_rooms(tmp_path, engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["shufl.clients.device_process", "shufl.vendor_internals"])
+@pytest.mark.parametrize("module", ["shufl.clients.node_process", "shufl.vendor_internals"])
 def test_flower_sends_no_telemetry_whatever_of_shufl_imports_it(module):
     """Flower reads the variable when it is imported."""
     program = f"import {module}, flwr.supercore.telemetry as it; print(it.FLWR_TELEMETRY_ENABLED)"

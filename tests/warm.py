@@ -221,7 +221,7 @@ def warm_sites():
 
 
 def warm_shufflers():
-    """What `shufl.shuffler.process` needs of `subprocess`; a shuffler it starts is a fork.
+    """What `shufl.shuffler.child_process` needs of `subprocess`; a shuffler it starts is a fork.
 
     It is none where the environment has `COLD`, or a PYTHONPATH, which may change it.
     """

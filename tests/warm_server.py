@@ -141,10 +141,10 @@ def _main():
     for _, name, _ in pkgutil.walk_packages(sys.modules["shufl"].__path__, "shufl."):
         importlib.import_module(name)
     sys.path[:] = _FOUND
-    from shufl.shuffler import process
+    from shufl.shuffler import child_process
     from warm import warm_shufflers
 
-    process.subprocess = warm_shufflers()
+    child_process.subprocess = warm_shufflers()
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 

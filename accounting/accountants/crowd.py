@@ -34,7 +34,7 @@ import numpy as np
 
 from shufl.accounting.accountants.local import AmplifiedAccountant
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.gaussian import least_loss, log_gaussian_delta
+from shufl.accounting.numerics.gaussian_divergence import least_loss, log_gaussian_delta
 from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_part
 from shufl.accounting.numerics.sign_pairs import Response, among_reports, sign_profile

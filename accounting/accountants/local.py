@@ -7,9 +7,9 @@ import attrs
 import numpy as np
 
 from shufl.accounting.accountants.base import added, gaussian_noise
-from shufl.accounting.accountants.profile import ProfileShuffleAccountant
+from shufl.accounting.accountants.privacy_profile import ProfileShuffleAccountant
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.gaussian import (
+from shufl.accounting.numerics.gaussian_divergence import (
     gaussian_epsilon,
     gaussian_losses,
     log_gaussian_delta,

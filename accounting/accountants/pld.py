@@ -19,7 +19,7 @@ from scipy import special
 from shufl.accounting.accountants.local import AmplifiedAccountant
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
+from shufl.accounting.numerics.gaussian_divergence import gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.graded_law import BoundedLaw, law_of_sum
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, USUAL_LEAST
 from shufl.accounting.numerics.lower_profile import LowerProfile, epsilon_from_below

@@ -10,7 +10,7 @@ from dp_accounting import NeighboringRelation
 
 from shufl.accounting.accountants.base import ShuffleAccountant, checked_delta
 from shufl.accounting.numerics import FloatArray, moments, reverse_moments, theorem3
-from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.accounting.numerics import renyi_divergence as rdp_bounds
 from shufl.protocol import validation
 from shufl.protocol.events import FixedSize, Shuffled
 from shufl.protocol.text import rounded_up

@@ -7,9 +7,9 @@ Gaussian, in every dimension: section 10 of docs/theory/blanket.md.
 import abc
 import math
 
-from shufl.accounting.accountants.profile import ProfileShuffleAccountant
+from shufl.accounting.accountants.privacy_profile import ProfileShuffleAccountant
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.gaussian import subsampled_profile
+from shufl.accounting.numerics.gaussian_divergence import subsampled_profile
 from shufl.protocol.events import CheckIn, Shuffled, Summed
 from shufl.protocol.mechanisms import GaussianMechanism
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from scipy import special
 
 from shufl.accounting.accountants.base import ADJACENCIES, ShuffleAccountant, relation_of
-from shufl.accounting.audit.placements import PLACEMENTS, AttackedRound, Placement, make_placement
+from shufl.accounting.audit.adversary import PLACEMENTS, AttackedRound, Placement, make_placement
 from shufl.accounting.numerics import FloatArray
 from shufl.protocol import validation
 from shufl.protocol.events import Shuffled

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import special
 
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.gaussian import ROOT_TAU, panels, quadrature
+from shufl.accounting.numerics.gaussian_divergence import ROOT_TAU, panels, quadrature
 from shufl.accounting.numerics.jump_counts import Count
 
 RULE = np.polynomial.legendre.leggauss(10)

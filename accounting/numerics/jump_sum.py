@@ -30,7 +30,7 @@ import numpy as np
 
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.capped_jump import FAINT, FARTHEST, REACH, RULE, CappedJump, Jumps
-from shufl.accounting.numerics.gaussian import ROOT_TAU, panels, quadrature
+from shufl.accounting.numerics.gaussian_divergence import ROOT_TAU, panels, quadrature
 from shufl.accounting.numerics.jump_counts import ComplexArray, Count, PoissonCount, Tilt
 
 _BELOW_SADDLE = 0.6

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from scipy import special
 
 from shufl.accounting.numerics import FloatArray
-from shufl.accounting.numerics.gaussian import quadrature, reach_of
+from shufl.accounting.numerics.gaussian_divergence import quadrature, reach_of
 from shufl.accounting.numerics.loss_pmf import USUAL_LEAST
 
 _RULE = np.polynomial.legendre.leggauss(8)

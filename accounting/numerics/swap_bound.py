@@ -19,7 +19,11 @@ from scipy import special
 
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.capped_jump import Jumps
-from shufl.accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta, reach_of
+from shufl.accounting.numerics.gaussian_divergence import (
+    gaussian_epsilon,
+    log_gaussian_delta,
+    reach_of,
+)
 from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.jump_sum import positive_parts
 from shufl.accounting.numerics.worst_pairs import Pair

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shufl.accounting.numerics import FloatArray, moments
-from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.accounting.numerics import renyi_divergence as rdp_bounds
 
 _Index = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from dp_accounting import NeighboringRelation
 
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.capped_jump import Jumps
-from shufl.accounting.numerics.gaussian import gaussian_losses, log_gaussian_delta
+from shufl.accounting.numerics.gaussian_divergence import gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS
 
 # Divergences are computed at α - 1 in these steps, in units of the scale of the mean, and joined by

@@ -22,11 +22,11 @@ from scipy import special
 
 from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.composition import Composition, Target, count_block
-from shufl.accounting.numerics.gaussian import gaussian_epsilon
+from shufl.accounting.numerics.gaussian_divergence import gaussian_epsilon
 from shufl.accounting.numerics.jump_counts import TermsCount
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, Profile, dyadic_interval
 from shufl.accounting.numerics.moments import log_expm1
-from shufl.accounting.numerics.renyi import epsilon_from_rdp
+from shufl.accounting.numerics.renyi_divergence import epsilon_from_rdp
 from shufl.accounting.numerics.sign_sum import positive_parts
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd
 

@@ -21,7 +21,7 @@ import torch
 
 from shufl.learning.config import DATASETS
 from shufl.learning.data.files import RecordFile
-from shufl.learning.data.users import number_users, where
+from shufl.learning.data.person_ids import number_users, where
 from shufl.learning.tasks import Form, Task, outside, wrong_tensor
 from shufl.learning.your_code import Carried, find, is_carried, one_line, your_code
 from shufl.protocol.files import whole_file

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from shufl.learning.data.users import number_users, where
-from shufl.learning.section import Section
+from shufl.learning.config_section import Section
+from shufl.learning.data.person_ids import number_users, where
 from shufl.protocol.validation import ConfigError, Count
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from shufl.learning.config import Data, Scheme
 from shufl.learning.data.datasets import Dataset, load_dataset
 from shufl.learning.data.features import check_digest, load_records
-from shufl.learning.data.users import spaced
+from shufl.learning.data.person_ids import spaced
 from shufl.protocol.validation import ConfigError
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 from scipy import linalg
 
-from shufl.protocol.mechanisms.draws import AT_ONCE, Normal, to_normals
+from shufl.protocol.mechanisms.report_draws import AT_ONCE, Normal, to_normals
 from shufl.protocol.validation import Checked, ClipNorm, NotNegative
 
 _LARGEST = 2**15 - 1

@@ -14,8 +14,8 @@ import numpy as np
 from pydantic import Field
 from scipy import linalg, special
 
-from shufl.protocol.mechanisms.draws import coins, to_normals
 from shufl.protocol.mechanisms.gaussian import clip
+from shufl.protocol.mechanisms.report_draws import coins, to_normals
 from shufl.protocol.validation import Checked, ClipNorm, Positive
 
 _LARGEST = 2**15 - 1

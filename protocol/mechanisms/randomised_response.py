@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from scipy import special
 
-from shufl.protocol.mechanisms.draws import coins, place_of, to_normals
+from shufl.protocol.mechanisms.report_draws import coins, place_of, to_normals
 from shufl.protocol.plan_fields import Categories, LocalEpsilon
 from shufl.protocol.validation import Checked
 

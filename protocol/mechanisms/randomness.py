@@ -21,7 +21,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy import special
 
-from shufl.protocol.mechanisms.draws import coins, to_normals
+from shufl.protocol.mechanisms.report_draws import coins, to_normals
 
 # separate Philox keys, so the streams never overlap
 _COIN, _NOISE, _TRAINING, _SUMMED_NOISE, _BLANKETS, _BLANKET_NOISE = 1, 2, 3, 5, 6, 7

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shufl.protocol import hash_chain
-from shufl.shuffler.record import verified
+from shufl.shuffler.public_record import verified
 
 _ANSWER_BYTES = 2**18  # of lines; one alone may be longer
 

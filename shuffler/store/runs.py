@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from shufl.protocol.mechanisms import Randomness, SystemRandomness
-from shufl.protocol.mechanisms.summed import whole_noise
+from shufl.protocol.mechanisms.summed_reports import whole_noise
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.plan import Plan
 from shufl.shuffler.store.batch import Batch, storage_refusal
-from shufl.shuffler.store.floor import Floor
 from shufl.shuffler.store.open_batches import OpenBatches
+from shufl.shuffler.store.operator_minimum import Floor
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.record_file import RecordFile
 from shufl.shuffler.store.rounds import Round, Run, parse_run

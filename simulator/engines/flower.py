@@ -19,12 +19,12 @@ from flwr.serverapp import Grid, ServerApp
 
 from shufl import clients, server
 from shufl.clients import ClientSettings, make_client_app
-from shufl.learning.configured import check_model_size
+from shufl.learning.from_config import check_model_size
 from shufl.learning.your_code import one_line
 from shufl.protocol.mechanisms import seed_of_shuffler
 from shufl.protocol.text import logs_to
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import EngineFailed
+from shufl.results.engine_interface import EngineFailed
 from shufl.server import (
     NodeFailed,
     Observe,

@@ -18,7 +18,7 @@ from unittest import mock
 from shufl.learning.your_code import one_line
 from shufl.protocol.text import logs_to
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import EngineFailed
+from shufl.results.engine_interface import EngineFailed
 
 if TYPE_CHECKING:
     from shufl.learning.config import Config

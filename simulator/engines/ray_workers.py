@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from shufl.learning.data.partition import Partition, PartitionedRecords
 from shufl.learning.your_code import make_importable, one_line
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import EngineFailed
+from shufl.results.engine_interface import EngineFailed
 from shufl.simulator.engines.ray_cluster import NO_GPU, nodes_of_ray, running_ray
 from shufl.simulator.engines.report_sum import Blankets, ReportSum, SumReports, VectorisedSettings
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from shufl.learning.config import Config, dumps, load, read_named
-from shufl.learning.section import Section
+from shufl.learning.config_section import Section
 from shufl.protocol.validation import ConfigError
 
 Value = Annotated[int | float | str, Field(description="numbers, or words")]

@@ -20,7 +20,7 @@ from shufl.results.plots import draw
 from shufl.results.run_page import Part, Table, image, origin, render, what_trained
 from shufl.results.tables import epsilon_text, for_every_pair, score_axis, score_text
 from shufl.simulator.grid.definition import Grid, Point, Series, shown
-from shufl.simulator.grid.points import read_result
+from shufl.simulator.grid.grid_points import read_result
 from shufl.simulator.grid.table import write_rows
 
 Result = dict[str, Any]

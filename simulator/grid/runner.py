@@ -21,7 +21,7 @@ from shufl.results.tables import score_text
 from shufl.simulator.engines.ray_cluster import check_cpus, running_ray
 from shufl.simulator.grid.definition import Point, load_grid
 from shufl.simulator.grid.grid_page import finished, keep_grid, write_page
-from shufl.simulator.grid.points import check, play, read_result, rests_on
+from shufl.simulator.grid.grid_points import check, play, read_result, rests_on
 from shufl.simulator.grid.table import take_over_rows
 
 _POLL_SECONDS = 0.5  # between looks at whether an interrupt came

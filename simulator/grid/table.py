@@ -14,7 +14,7 @@ from shufl.learning.data.files import RecordFile
 from shufl.learning.your_code import one_line
 from shufl.protocol.files import write_whole
 from shufl.simulator.grid.definition import Point
-from shufl.simulator.grid.points import ResultFile, read_result, write_result
+from shufl.simulator.grid.grid_points import ResultFile, read_result, write_result
 
 _POINT = ("series", "value", "seed", "digest")
 _OTHERS = {"epsilon", "versions", "rests_on"}

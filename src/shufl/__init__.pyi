@@ -1,5 +1,5 @@
 from . import accounting
-from .accounting.plan import PrivacyPlan
+from .accounting.privacy_plan import PrivacyPlan
 from .accounting.search import calibrate
 from .api import STOP, RunResult, grid, load_run, resume, run
 from .learning.data.datasets import Dataset

@@ -24,7 +24,7 @@ from nights import by_night
 from rounds import check_in, everyone, fixed_size, make_plan, with_noise
 from shufl import accounting, protocol
 from shufl.accounting.accountants.renyi import CappedTheorem3Accountant
-from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.accounting.numerics import renyi_divergence as rdp_bounds
 from shufl.protocol.text import rounded_up
 
 RELATION = dp_accounting.NeighboringRelation

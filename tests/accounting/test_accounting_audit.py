@@ -12,13 +12,13 @@ from scipy import stats
 from nights import by_night
 from rounds import check_in, everyone, fixed_size
 from shufl.accounting import CrowdAccountant, make_accountant
+from shufl.accounting.audit.adversary import AttackedRound, Placement, make_placement
 from shufl.accounting.audit.attack import (
     audit_round,
     check_claims,
     clopper_pearson,
     delta_lower_bound,
 )
-from shufl.accounting.audit.placements import AttackedRound, Placement, make_placement
 from shufl.protocol import CheckIn, RandomisedResponse, Summed
 
 pytestmark = pytest.mark.slow

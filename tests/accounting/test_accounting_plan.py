@@ -197,7 +197,7 @@ def test_the_users_of_every_node_have_one_shuffler_each():
 @pytest.mark.slow
 def test_who_reads_a_plan_as_a_shuffler_does_imports_no_accountant():
     code = (
-        "import sys; from shufl.accounting.plan import OpenPlan\n"
+        "import sys; from shufl.accounting.privacy_plan import OpenPlan\n"
         "from shufl.protocol.plan import Plan\n"
         "import shufl.shuffler.store.runs\n"
         "plan = Plan.model_validate_json(sys.argv[1]); OpenPlan(users=plan.users)\n"

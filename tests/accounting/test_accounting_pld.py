@@ -16,7 +16,7 @@ from rounds import check_in, everyone, fixed_size
 from shufl import accounting
 from shufl.accounting.accountants.pld import PldAccountant, round_profile
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant
-from shufl.accounting.numerics.gaussian import log_gaussian_delta
+from shufl.accounting.numerics.gaussian_divergence import log_gaussian_delta
 from shufl.accounting.numerics.lower_profile import LowerProfile
 from shufl.protocol import CheckIn, GaussianMechanism
 

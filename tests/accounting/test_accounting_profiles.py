@@ -14,9 +14,9 @@ from scipy import special
 
 from nights import by_night
 from rounds import check_in, everyone, fixed_size
-from shufl.accounting.accountants import profile as profiles
+from shufl.accounting.accountants import privacy_profile as profiles
 from shufl.accounting.numerics import composition, loss_pmf
-from shufl.accounting.numerics.gaussian import gaussian_epsilon, log_gaussian_delta
+from shufl.accounting.numerics.gaussian_divergence import gaussian_epsilon, log_gaussian_delta
 
 pytestmark = pytest.mark.slow
 

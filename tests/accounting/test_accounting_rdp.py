@@ -14,7 +14,7 @@ from scipy import stats
 from rounds import check_in, everyone, fixed_size, with_noise
 from shufl.accounting import CheckInRdpAccountant, Theorem3Accountant
 from shufl.accounting.numerics import moments
-from shufl.accounting.numerics import renyi as rdp_bounds
+from shufl.accounting.numerics import renyi_divergence as rdp_bounds
 from shufl.accounting.numerics import theorem3 as t3
 from shufl.accounting.numerics.reverse_moments import _MeanRatio, larger_direction
 

@@ -19,7 +19,7 @@ from shufl.accounting import (
     SumCentralAccountant,
     SumDistributedAccountant,
 )
-from shufl.accounting.numerics.gaussian import gaussian_epsilon, subsampled_profile
+from shufl.accounting.numerics.gaussian_divergence import gaussian_epsilon, subsampled_profile
 from shufl.protocol import Allocation, CheckIn, GaussianMechanism, LdpSgd, Summed
 
 REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL

@@ -21,8 +21,8 @@ from shufl.protocol.mechanisms import (
     clip,
     to_normals,
 )
-from shufl.protocol.mechanisms.draws import Normal, coins, place_of
 from shufl.protocol.mechanisms.gaussian import _decide, rounded
+from shufl.protocol.mechanisms.report_draws import Normal, coins, place_of
 
 MECHANISMS = [
     GaussianMechanism(clip_norm=0.7, noise_multiplier=z) for z in (1e-12, 0.2, 1.0, 3.3, 1e6)

@@ -12,9 +12,9 @@ from scipy import integrate, stats
 
 from nights import by_night
 from rounds import words
-from shufl.accounting.numerics.gaussian import subsampled_profile
+from shufl.accounting.numerics.gaussian_divergence import subsampled_profile
 from shufl.protocol.mechanisms import clip
-from shufl.protocol.mechanisms.summed import (
+from shufl.protocol.mechanisms.summed_reports import (
     check_sums,
     mask,
     masked,

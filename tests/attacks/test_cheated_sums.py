@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from rounds import make_plan
 from shufl.accounting import make_accountant
 from shufl.protocol.mechanisms import SeededRandomness, SystemRandomness
-from shufl.protocol.mechanisms.summed import (
+from shufl.protocol.mechanisms.summed_reports import (
     mask,
     masked,
     new_seed,
@@ -25,12 +25,12 @@ from shufl.protocol.mechanisms.summed import (
     whole_update,
 )
 from shufl.server.aggregate import Expected, SpoiledBatch, aggregate_sum
-from shufl.server.counts import Counts
+from shufl.server.plausible_counts import Counts
 from shufl.shuffler import ReportOpener, RoundHeader, generate_key_pair, key_digest, seal
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
+from shufl.shuffler.wire.node_seeds import _START, SUM_VERSION, read_seed, seal_seed
 from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES
-from shufl.shuffler.wire.seeds import _START, SUM_VERSION, read_seed, seal_seed
 
 PRIVATE, PUBLIC = generate_key_pair("mlkem768-x25519")
 NODES = {"a": 20, "b": 30, "c": 50}

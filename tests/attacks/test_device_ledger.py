@@ -26,11 +26,11 @@ from shufl.clients import (
     DeviceLimits,
     RoundRefused,
     SimulatedLedger,
-    app,
+    client_app,
     load_device,
     serve_device,
 )
-from shufl.clients.device import runs_of
+from shufl.clients.device_ledger import runs_of
 from shufl.shuffler import ControlClient, RoundHeader
 
 PLAN = make_plan(
@@ -87,7 +87,7 @@ def test_an_open_round_announced_under_many_contexts_flips_one_coin(tmp_path):
             moved = tmp_path / f"moved-{attempt}.db"
             shutil.move(place, moved)
             place = moved
-            app._nodes.clear()  # the node starts again
+            client_app._nodes.clear()  # the node starts again
             with pytest.raises(RoundRefused, match="this device does not take part in this round"):
                 round.announce()
         assert len(round.released()) == 4
@@ -114,7 +114,7 @@ def test_the_server_is_not_told_why_a_device_does_not_take_part(tmp_path, caplog
     assert str(refused.value) == "this device does not take part in this run"
     assert "noise multipliers of at least 7, the plan has 2" in caplog.text
     path.write_bytes(b"damaged")
-    app._nodes.clear()
+    client_app._nodes.clear()
     with pytest.raises(RoundRefused) as refused:
         round.greet()
     assert str(refused.value) == "this device does not take part in this run"
@@ -290,7 +290,7 @@ OFFERS = """
 import itertools, sys
 from pathlib import Path
 from shufl.accounting import PrivacyPlan
-from shufl.clients.device import DeviceLedger, DeviceLimits
+from shufl.clients.device_ledger import DeviceLedger, DeviceLimits
 from shufl.shuffler import RoundHeader
 
 plan = PrivacyPlan.from_json(sys.argv[2])

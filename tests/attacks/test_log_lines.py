@@ -8,8 +8,8 @@ import pytest
 from shufl.protocol import hash_chain
 from shufl.protocol.text import logs_to
 from shufl.server.broadcast import _reason
-from shufl.server.fleet import read_node
-from shufl.shuffler.record import verify
+from shufl.server.connected_nodes import read_node
+from shufl.shuffler.public_record import verify
 
 HOSTILE = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2J\x7f\x9b2J\u202e\u2028\ud800forged\x00"
 

@@ -19,8 +19,8 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 from deployment_world import deployment_of
 from run_world import LIMIT, peak_bytes, wait_until
 from shufl.clients import RoundRefused
-from shufl.clients.device_process import _Reader
-from shufl.clients.node import Announcement, Question
+from shufl.clients.node_process import _Reader
+from shufl.clients.node_round import Announcement, Question
 from shufl.deploy.node import node_settings
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.site_files import NodeSite, load_site

@@ -11,7 +11,7 @@ from shufl.cli.__main__ import app
 from shufl.clients import load_device
 from shufl.protocol import hash_chain
 from shufl.shuffler import ControlClient
-from shufl.shuffler.record import verify
+from shufl.shuffler.public_record import verify
 from shufl.shuffler.wire.control_client import RecordClient
 
 OWNER = 'ledger = "device.db"\nmost_epsilon = 1e6\ndelta = 1e-5\naccountant = "local"\n'

@@ -33,7 +33,7 @@ from shufl.shuffler import (
     sealed_length,
 )
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.record import verify
+from shufl.shuffler.public_record import verify
 from shufl.shuffler.wire.control_client import RecordClient
 
 

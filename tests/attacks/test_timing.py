@@ -27,7 +27,7 @@ PADDING = {
 
 LEAKS = {
     "sending": {
-        "clients/device_node.py": [
+        "clients/deployed_node.py": [
             ("first = opened + self.window.send_after\n", "first = self.clock.now()\n")
         ]
     },

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from shufl.learning import LocalTraining, as_keys, local_update, record_orders, user_updates
 from shufl.learning.config import load
-from shufl.learning.configured import local_training
 from shufl.learning.data.partition import Together
+from shufl.learning.from_config import local_training
 from shufl.learning.models import mlp
 from shufl.protocol.mechanisms import clip
 from shufl.protocol.validation import ConfigError

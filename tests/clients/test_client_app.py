@@ -18,10 +18,10 @@ from client_world import (
 )
 from shuffler_world import ShufflerHere
 from shufl.accounting import rounds_within_budget
-from shufl.clients import ReportFailed, RoundRefused, SimulatedLedger, node
-from shufl.clients import app as client_app
+from shufl.clients import ReportFailed, RoundRefused, SimulatedLedger, node_round
+from shufl.clients import client_app as client_app
 from shufl.learning import LocalTraining, local_update
-from shufl.learning.update import user_updates
+from shufl.learning.user_update import user_updates
 from shufl.protocol.mechanisms import SeededRandomness
 from shufl.shuffler import (
     IntakeClient,
@@ -155,7 +155,7 @@ def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
 
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
 def test_without_the_shuffler_a_round_is_refused_before_any_coin(make_round, rate, monkeypatch):
-    monkeypatch.setattr(node, "IntakeClient", functools.partial(IntakeClient, timeout=0.1))
+    monkeypatch.setattr(node_round, "IntakeClient", functools.partial(IntakeClient, timeout=0.1))
     with ShufflerHere() as gone:
         shufflers = ((gone.address, gone.submit),)
     round = make_round(rate=rate, shufflers=shufflers)

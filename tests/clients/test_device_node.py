@@ -30,8 +30,8 @@ from client_world import (
 )
 from run_world import LIMIT, wait_until
 from shufl.clients import RoundRefused, SimulatedLedger, serve_device
-from shufl.clients.device_node import Clock, DeviceNode
-from shufl.clients.device_process import _Answering, _Reader
+from shufl.clients.deployed_node import Clock, DeviceNode
+from shufl.clients.node_process import _Answering, _Reader
 from shufl.clients.worker import AT_WORK, DONE, FAILED
 from shufl.learning import LocalTraining, local_update
 from shufl.protocol.mechanisms import SeededRandomness, allocated

@@ -8,7 +8,7 @@ import pytest
 from client_world import USERS, reply_content
 from rounds import make_plan
 from run_world import json_lines, trained
-from shufl.clients import SimulatedLedger, app
+from shufl.clients import SimulatedLedger, client_app
 from shufl.learning.config import load
 from shufl.protocol.mechanisms import allocated, simulated_allocation_key
 from shufl.protocol.validation import ConfigError
@@ -34,7 +34,7 @@ def test_a_node_that_starts_again_in_each_round_has_drawn_before_the_first(make_
     round.under(**ALLOCATION).open()
     sizes = []
     for number in range(1, 4 * EVERY + 1):
-        app._nodes.clear()
+        client_app._nodes.clear()
         reply_content(round.announce())
         if number == 1:
             drawn = SimulatedLedger(path).allocation_key(round.header.run_id)

@@ -19,7 +19,7 @@ import shufl
 from nights import by_night
 from run_world import LIMIT, only_folder, same_model
 from shufl import api
-from shufl.accounting import plan, search
+from shufl.accounting import privacy_plan, search
 from shufl.cli.__main__ import app
 from shufl.learning.data.datasets import load_dataset
 from shufl.protocol import GaussianMechanism
@@ -327,7 +327,7 @@ def test_mistakes_are_one_class_and_one_line(tmp_path, monkeypatch, mistake, mes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [api, search, plan], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [api, search, privacy_plan], ids=lambda module: module.__name__)
 def test_what_docstrings_show_is_true(tmp_path, monkeypatch, module):
     monkeypatch.chdir(tmp_path)
     failed, tried = doctest.testmod(module)

@@ -14,7 +14,7 @@ from shufl.learning.data.files import RecordFile
 from shufl.protocol.validation import ConfigError
 from shufl.server import CheckpointError
 from shufl.simulator.grid.definition import Point
-from shufl.simulator.grid.points import play, read_result
+from shufl.simulator.grid.grid_points import play, read_result
 from shufl.simulator.grid.runner import _is_there
 
 PRIVACY = {

@@ -35,7 +35,7 @@ from shufl.protocol.validation import ConfigError
 from shufl.results.run import Run
 from shufl.simulator.grid.definition import load_grid
 from shufl.simulator.grid.grid_page import plan_table, write_page
-from shufl.simulator.grid.points import check, play, read_result, write_result
+from shufl.simulator.grid.grid_points import check, play, read_result, write_result
 from shufl.simulator.grid.table import take_over_rows, write_rows
 
 GRID = """

@@ -22,7 +22,7 @@ from shufl.results.run_folder import note_start, read_rows, read_starts
 from shufl.results.tables import AS_PLANNED, epsilon_text
 from shufl.simulator.grid.definition import Grid
 from shufl.simulator.grid.grid_page import keep_grid, write_page
-from shufl.simulator.grid.points import play
+from shufl.simulator.grid.grid_points import play
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=document.title=1>"

@@ -14,18 +14,24 @@ from rounds import make_plan
 from run_world import LIMIT, json_lines, model_of, only_folder, set_options, shufl, trained
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.clients import DeviceLedger, DeviceLimits, Node, ReportFailed
-from shufl.clients import app as client_app
-from shufl.clients import node as node_module
-from shufl.clients.device import RoundRefused
+from shufl.clients import client_app as client_app
+from shufl.clients import node_round as node_module
+from shufl.clients.device_ledger import RoundRefused
 from shufl.learning import LocalTraining, local_update
 from shufl.learning.config import load
 from shufl.learning.parameters import sent
 from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
-from shufl.protocol.mechanisms.summed import mask, signed, unit_of_sums, whole_noise, whole_update
+from shufl.protocol.mechanisms.summed_reports import (
+    mask,
+    signed,
+    unit_of_sums,
+    whole_noise,
+    whole_update,
+)
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.shuffler import IntakeClient, ReportOpener, ShufflerProcess, Verdict
-from shufl.shuffler.wire.seeds import read_seed
+from shufl.shuffler.wire.node_seeds import read_seed
 from shufl.simulator.canary import canary_rounds, check_end_to_end, likelihood_score, run_canary
 from shufl.simulator.engines.flower import FlowerEngine
 

@@ -15,7 +15,7 @@ from deployment_world import World, deployment_of, window_here
 from ports import free_port
 from run_world import LIMIT, wait_until
 from shufl.cli.__main__ import app
-from shufl.clients.device import load_device
+from shufl.clients.device_ledger import load_device
 from shufl.deploy.provision import provision
 from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.run_status import newest_run

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rounds import make_plan
-from shufl.server.counts import Counts
+from shufl.server.plausible_counts import Counts
 
 PLAN = make_plan(
     users=500, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=1.0, rounds=2000, delta=1e-3,

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import pytest
 
-import shufl.server.fleet
+import shufl.server.connected_nodes
 from ports import free_port
 from run_world import LIMIT, json_lines, wait_until
 from server_world import (
@@ -30,7 +30,7 @@ from server_world import (
     SimulatedRun,
 )
 from shuffler_world import ShufflerHere
-from shufl.clients import Node, node
+from shufl.clients import Node, node_round
 from shufl.protocol import GaussianMechanism
 from shufl.server import MOST_IN_VAIN, Mean, RoundFailed
 from shufl.shuffler import ShufflerProcess
@@ -57,11 +57,11 @@ def run(tmp_path, shufflers):
 @pytest.mark.slow
 def test_a_node_that_spoils_sums_spends_rounds_and_ends_no_run(tmp_path, shufflers, monkeypatch):
     """Not even after more of them in a row than there may be otherwise."""
-    run, honest = Run(tmp_path, shufflers[:1], PLAN.replace(**SUMS)), node.masked
-    monkeypatch.setattr(node, "masked", lambda whole, seed: honest(whole + 10**6, seed))
+    run, honest = Run(tmp_path, shufflers[:1], PLAN.replace(**SUMS)), node_round.masked
+    monkeypatch.setattr(node_round, "masked", lambda whole, seed: honest(whole + 10**6, seed))
     run.play(MOST_IN_VAIN + 1)
     assert [row.outcome for row in run.rows] == ["lost"] * (MOST_IN_VAIN + 1)
-    monkeypatch.setattr(node, "masked", honest)
+    monkeypatch.setattr(node_round, "masked", honest)
     run.play(1)
     assert (run.rows[-1].outcome, run.rows[-1].users_present) == ("released", USERS)
     assert run.spent == list(range(1, MOST_IN_VAIN + 3))
@@ -194,7 +194,7 @@ def test_the_step_keeps_its_size_whatever_becomes_of_a_node(run, sends, answers,
 
 
 def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, monkeypatch):
-    monkeypatch.setattr(shufl.server.fleet, "_TELL_SECONDS", 0.1)
+    monkeypatch.setattr(shufl.server.connected_nodes, "_TELL_SECONDS", 0.1)
     run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
     run.network.here.discard(2)
     told = []
@@ -210,7 +210,7 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, m
 
 
 def test_a_node_whose_answer_to_a_question_is_lost_is_asked_again(tmp_path, shufflers, monkeypatch):
-    monkeypatch.setattr(shufl.server.fleet, "_ASK_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(shufl.server.connected_nodes, "_ASK_AGAIN_SECONDS", 0.1)
     run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
     asked, waited = [], []
 

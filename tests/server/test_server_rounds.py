@@ -4,7 +4,7 @@ import pytest
 
 from rounds import make_plan
 from shufl.protocol import AgreedNode
-from shufl.server.fleet import NodeState, check_agreed, read_node
+from shufl.server.connected_nodes import NodeState, check_agreed, read_node
 from shufl.server.rounds import errors_told
 
 PLAN = make_plan(

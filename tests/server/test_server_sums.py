@@ -9,7 +9,7 @@ from scipy import stats
 
 from rounds import make_plan, words
 from shufl.protocol.mechanisms import SeededRandomness
-from shufl.protocol.mechanisms.summed import (
+from shufl.protocol.mechanisms.summed_reports import (
     mask,
     masked,
     new_seed,
@@ -20,7 +20,7 @@ from shufl.protocol.mechanisms.summed import (
 )
 from shufl.server.aggregate import SpoiledBatch, aggregate_sum
 from shufl.shuffler import RoundHeader, generate_key_pair, key_digest, seal
-from shufl.shuffler.wire.seeds import seal_seed
+from shufl.shuffler.wire.node_seeds import seal_seed
 
 PLAN = make_plan(
     users=50,

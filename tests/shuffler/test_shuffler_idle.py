@@ -24,7 +24,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.service import server
+from shufl.shuffler.service import grpc_server
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.connection import Stub
@@ -183,7 +183,7 @@ def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(here, tmp_pa
 def test_a_release_that_nobody_reads_does_not_hold_up_the_end(
     here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(server, "_STOP_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_server, "_STOP_SECONDS", 0.0)
     world = here(limits={"idle_seconds": IDLE, "stop_seconds": 2 * LIMIT})
     release = in_release(world)
     world.process.begin_to_stop()[0].result(LIMIT)

@@ -39,7 +39,7 @@ from shufl.shuffler import (
     ShufflerUnavailable,
     Verdict,
 )
-from shufl.shuffler.service import server
+from shufl.shuffler.service import grpc_server
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.connection import Stub
 
@@ -106,7 +106,7 @@ def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(
     here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ):
     """Also where other calls get no time at all."""
-    monkeypatch.setattr(server, "_STOP_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_server, "_STOP_SECONDS", 0.0)
     world = here(limits={"stop_seconds": LIMIT})
     release = in_release(world)
     stopped, _ = world.process.begin_to_stop()
@@ -120,7 +120,7 @@ def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(
 def test_a_release_at_the_end_gets_no_more_than_its_time(
     here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(server, "_STOP_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_server, "_STOP_SECONDS", 0.0)
     world = here(limits={"stop_seconds": 0.1})
     release = in_release(world)
     world.process.begin_to_stop()[0].result(LIMIT)

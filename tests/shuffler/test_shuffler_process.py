@@ -205,7 +205,7 @@ def test_a_child_that_does_not_start_says_why(tmp_path: Path):
 
 def test_importing_the_package_does_not_load_the_service():
     code = (
-        "import sys, shufl.shuffler; names = ('shufl.shuffler.service.server', "
+        "import sys, shufl.shuffler; names = ('shufl.shuffler.service.grpc_server', "
         "'shufl.shuffler.store.runs', 'typer', 'torch'); "
         "print([name for name in names if name in sys.modules])"
     )

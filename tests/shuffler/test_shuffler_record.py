@@ -12,7 +12,7 @@ import pytest
 from shuffler_world import PUBLIC_KEY, fill_up, plan, refusal, report
 from shufl.protocol import hash_chain
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
-from shufl.shuffler.record import verify
+from shufl.shuffler.public_record import verify
 from shufl.shuffler.store import runs
 from shufl.shuffler.store.runs import RunStore
 

@@ -42,7 +42,7 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.service import server
+from shufl.shuffler.service import grpc_server
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.errors import Closed
 
@@ -169,7 +169,7 @@ def test_a_batch_that_the_server_leaves_is_destroyed_in_time(
     here, tiny_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """And where its end cannot be entered in the record, as soon as there is room again."""
-    monkeypatch.setattr(server, "_MEMORY_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_server, "_MEMORY_SECONDS", 0.0)
     log = tmp_path / "log"
     world = here(tiny_disk / "directory", log_file=log)
     header = world.begin(users=3)

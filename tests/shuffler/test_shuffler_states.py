@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, refusal, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Caller, Role
-from shufl.shuffler.record import verify
+from shufl.shuffler.public_record import verify
 from shufl.shuffler.store import batch
 from shufl.shuffler.store.batch import Batch, Piece
 from shufl.shuffler.store.open_batches import Report

@@ -14,7 +14,7 @@ import shuffler_world
 from run_world import LIMIT
 from shuffler_world import PUBLIC_KEY, only, plan
 from shufl.protocol.mechanisms import make_randomness
-from shufl.protocol.mechanisms.summed import mask, masked, new_seed, signed, steps_of_sums
+from shufl.protocol.mechanisms.summed_reports import mask, masked, new_seed, signed, steps_of_sums
 from shufl.shuffler import (
     IntakeClient,
     ReportOpener,
@@ -26,13 +26,13 @@ from shufl.shuffler import (
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.store import batch as module
 from shufl.shuffler.store.batch import Piece
-from shufl.shuffler.store.floor import Floor
+from shufl.shuffler.store.operator_minimum import Floor
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.connection import Stub
-from shufl.shuffler.wire.seeds import read_seed, seal_seed
+from shufl.shuffler.wire.node_seeds import read_seed, seal_seed
 
 SEAL = 9  # bytes of a seed, sealed to nobody
 

@@ -36,7 +36,7 @@ from shufl.shuffler import (
     key_digest,
     sealed_length,
 )
-from shufl.shuffler.record import verify
+from shufl.shuffler.public_record import verify
 from shufl.shuffler.store import batch, rounds, runs
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.runs import RunStore

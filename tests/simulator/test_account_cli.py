@@ -17,7 +17,7 @@ from run_world import shufl_command
 from shufl.accounting import ACCOUNTANTS, Ledger, make_accountant
 from shufl.cli.__main__ import app
 from shufl.learning.config import load
-from shufl.learning.configured import plan_of
+from shufl.learning.from_config import plan_of
 from shufl.protocol import Shuffled
 
 PAPER = "-n 60000 --check-in-rate 0.1 --noise-multiplier 5 --rounds 5540 --adjacency zero-out"

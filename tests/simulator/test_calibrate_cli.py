@@ -13,7 +13,7 @@ from rounds import check_in
 from shufl.accounting import make_accountant
 from shufl.cli.__main__ import app
 from shufl.learning.config import load
-from shufl.learning.configured import plan_of as plan_of_config
+from shufl.learning.from_config import plan_of as plan_of_config
 from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
 from shufl.protocol.text import rounded_up
 from shufl.shuffler import report_length, sealed_length

@@ -29,7 +29,7 @@ from shufl.learning.parameters import frozen_digest, load_sent, sent
 from shufl.learning.tasks import Form
 from shufl.learning.your_code import find
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import engine_of
+from shufl.results.engine_interface import engine_of
 from shufl.results.experiment import prepare
 from shufl.shuffler import model_digest
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from run_world import LIMIT, left_behind, wait_until
 from shufl.learning.config import load
 from shufl.protocol.outcomes import RoundOutcome
-from shufl.results.engine import ENGINES
+from shufl.results.engine_interface import ENGINES
 from shufl.results.run import Run
 from shufl.server import PlayedRound, Training
 from shufl.simulator.engines.flower import FlowerEngine

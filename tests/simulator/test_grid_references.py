@@ -8,8 +8,8 @@ from torch import nn
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
 from shufl.simulator.grid.definition import load_grid
-from shufl.simulator.grid.points import check, play, read_result
-from shufl.simulator.grid.references import Reference
+from shufl.simulator.grid.grid_points import check, play, read_result
+from shufl.simulator.grid.reference_runs import Reference
 
 DIGITS = ["privacy.rounds = 40", "privacy.check_in_rate = 0.25", "privacy.delta = 1e-5"]
 

@@ -14,8 +14,8 @@ from shufl.learning.models import Additive
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.simulator.grid.definition import Point
-from shufl.simulator.grid.points import check, play, read_result
-from shufl.simulator.grid.references import Reference, UserReference, trusted
+from shufl.simulator.grid.grid_points import check, play, read_result
+from shufl.simulator.grid.reference_runs import Reference, UserReference, trusted
 from task_world import SETTINGS, SIZES, USERS
 
 FILES = {

@@ -23,7 +23,7 @@ from shufl.learning.config import load
 from shufl.protocol import RoundRecord
 from shufl.protocol.console import Console
 from shufl.protocol.text import one_line, rounded_down, rounded_up
-from shufl.results.engine import engine_of
+from shufl.results.engine_interface import engine_of
 from shufl.results.experiment import prepare
 from shufl.results.progress import RoundProgress
 from shufl.results.run import _describe

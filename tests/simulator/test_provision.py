@@ -30,7 +30,7 @@ from shufl.deploy.superlink import register
 from shufl.learning.config import load
 from shufl.learning.data.datasets import load_dataset
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import EngineFailed
+from shufl.results.engine_interface import EngineFailed
 from shufl.results.experiment import prepare
 from shufl.results.run import Run
 from shufl.results.run_folder import make_folder
@@ -38,7 +38,7 @@ from shufl.shuffler import Credentials, RoundHeader
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import Authority, Request, make_flower_key
-from shufl.shuffler.store.floor import Floor
+from shufl.shuffler.store.operator_minimum import Floor
 
 RUN = {
     "name": "digits",

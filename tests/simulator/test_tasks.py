@@ -14,7 +14,7 @@ from shufl.learning.parameters import sent
 from shufl.learning.tasks import CLASSIFICATION, NEXT_TOKEN, PADDING, REGRESSION
 from shufl.protocol.mechanisms import SeededRandomness, clip
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import engine_of
+from shufl.results.engine_interface import engine_of
 from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum
 from task_world import PARTS, SEED, SETTINGS, SIZES, TASKS, USERS, houses

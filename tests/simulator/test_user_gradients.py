@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nights import by_night
 from shufl.learning import LocalTraining, ModuleState, local_update, user_updates
-from shufl.learning import update as client_update
+from shufl.learning import user_update as client_update
 from shufl.learning.data.partition import Together
 from shufl.learning.models import build_model, logistic_regression, mlp, small_cnn
 from shufl.learning.tasks import Form

@@ -22,7 +22,7 @@ from shufl.deploy.node import _check_records, _from_file, _without_quotes, users
 from shufl.learning.config import Data, load
 from shufl.learning.data.datasets import Dataset, load_dataset
 from shufl.learning.data.files import RecordFile
-from shufl.learning.data.users import looks, number_users
+from shufl.learning.data.person_ids import looks, number_users
 from shufl.learning.tasks import Form
 from shufl.protocol.console import Console
 from shufl.protocol.validation import ConfigError

@@ -61,8 +61,8 @@ def audit_command(
     import numpy as np
 
     from shufl.accounting import ACCOUNTANTS, accountants_for, check_accountant, make_accountant
+    from shufl.accounting.audit.adversary import PLACEMENTS
     from shufl.accounting.audit.attack import check_claims, claims_something
-    from shufl.accounting.audit.placements import PLACEMENTS
 
     if end_to_end is not None:
         checks = _end_to_end(end_to_end, epsilon, samples, confidence, seed)

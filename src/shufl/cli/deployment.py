@@ -115,7 +115,7 @@ def rehearse_command(
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.rehearse import rehearse
-    from shufl.results.engine import EngineFailed
+    from shufl.results.engine_interface import EngineFailed
     from shufl.server import RoundFailed
 
     base = deployment.absolute().parent
@@ -177,7 +177,7 @@ def register_command(
     Run it again whenever that folder has changed, also while a run goes on.
     """
     from shufl.deploy.superlink import register
-    from shufl.results.engine import EngineFailed
+    from shufl.results.engine_interface import EngineFailed
 
     with options.failing(ConfigError, OSError), options.failing(EngineFailed, code=1):
         for line in register(site):

@@ -28,7 +28,7 @@ def status_command(
     json: options.Json = False,
 ) -> None:
     """Print what was spent, for which run, and what is left of the owner's budget."""
-    from shufl.clients.device import load_device
+    from shufl.clients.device_ledger import load_device
 
     with options.failing(ValueError):
         ledger = load_device(device, create=False)

@@ -88,7 +88,7 @@ def run_command(
     from torch import OutOfMemoryError
 
     from shufl.accounting import LedgerError
-    from shufl.results.engine import EngineFailed
+    from shufl.results.engine_interface import EngineFailed
     from shufl.results.run import Run
     from shufl.results.run_folder import MetricsError
     from shufl.server import CheckpointError, RoundFailed
@@ -133,7 +133,7 @@ def experiment_command(
     Ray is the one at RAY_ADDRESS, else one of this machine's own. After an interruption the same
     command goes on.
     """
-    from shufl.results.engine import EngineFailed
+    from shufl.results.engine_interface import EngineFailed
     from shufl.simulator.grid.runner import play_grid
 
     make_importable([Path(grid).parent, Path.cwd()])

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from shufl.cli import options
-from shufl.learning.data.users import spaced
+from shufl.learning.data.person_ids import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.text import rounded_up

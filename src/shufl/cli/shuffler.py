@@ -151,7 +151,7 @@ def fetch_command(
 ) -> None:
     """Fetch a shuffler's record, and check it."""
     from shufl.shuffler import Credentials, ShufflerError
-    from shufl.shuffler.record import verify
+    from shufl.shuffler.public_record import verify
     from shufl.shuffler.wire.control_client import RecordClient
 
     with options.failing(OSError, ValueError, ShufflerError):
@@ -176,7 +176,7 @@ def verify_command(
     ] = None,
 ) -> None:
     """Check that a record is whole, and holds what was seen of it elsewhere."""
-    from shufl.shuffler.record import verify
+    from shufl.shuffler.public_record import verify
 
     with options.failing(OSError, ValueError):
         found = verify(options.read_text(file).splitlines())
@@ -189,7 +189,7 @@ def verify_command(
 
 def _compare(device: Path, found: list[dict[str, object]]) -> None:
     """Refuses a record that lacks a round offered to the device, or has another one instead."""
-    from shufl.clients.device import load_device
+    from shufl.clients.device_ledger import load_device
 
     opened = {
         (entry["run"], entry["round"]): entry["commitment"]

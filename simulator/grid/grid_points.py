@@ -22,13 +22,13 @@ from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan_fields import CheckInRate
 from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
-from shufl.results.engine import engine_of
+from shufl.results.engine_interface import engine_of
 from shufl.results.experiment import begin_anew, prepare
 from shufl.results.run import Run
 from shufl.results.run_folder import MetricsError, provenance, read_rows
 from shufl.server import CheckpointError
 from shufl.simulator.grid.definition import Point
-from shufl.simulator.grid.references import Reference, UserReference, as_central, trusted
+from shufl.simulator.grid.reference_runs import Reference, UserReference, as_central, trusted
 
 _RESULT = "result.json"
 _OF_PLAN = (

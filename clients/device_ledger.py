@@ -28,7 +28,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from shufl import accounting
-from shufl.accounting.plan import PrivacyPlan
+from shufl.accounting.privacy_plan import PrivacyPlan
 from shufl.protocol.mechanisms import new_allocation_key
 from shufl.protocol.plan import ON_THEIR_OWN, Plan
 from shufl.protocol.plan_fields import AccountantName, Adjacency, CheckInRate

@@ -23,9 +23,9 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 
 from shufl.clients import SERVICE
-from shufl.clients.app import ANSWERS
-from shufl.clients.device import RoundRefused
-from shufl.clients.device_node import DeviceNode
+from shufl.clients.client_app import ANSWERS
+from shufl.clients.deployed_node import DeviceNode
+from shufl.clients.device_ledger import RoundRefused
 from shufl.clients.settings import ClientSettings
 from shufl.learning.parameters import sent
 from shufl.protocol.text import one_line

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shufl.clients.device import DeviceLedger, RoundRefused
-from shufl.clients.node import Node, PreparedRound
+from shufl.clients.device_ledger import DeviceLedger, RoundRefused
+from shufl.clients.node_round import Node, PreparedRound
 from shufl.clients.policy import Deployed
 from shufl.clients.settings import ClientSettings
 from shufl.clients.worker import DONE, FAILED, Worker
 from shufl.protocol.mechanisms import Randomness
-from shufl.protocol.mechanisms.summed import SEED_BYTES
+from shufl.protocol.mechanisms.summed_reports import SEED_BYTES
 from shufl.shuffler import RoundHeader, ShufflerError, generate_key_pair
-from shufl.shuffler.wire.seeds import seal_seed
+from shufl.shuffler.wire.node_seeds import seal_seed
 
 log = logging.getLogger(__name__)
 

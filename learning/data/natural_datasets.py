@@ -14,7 +14,7 @@ import torch
 
 from shufl.learning.data.datasets import Dataset
 from shufl.learning.data.files import read_table
-from shufl.learning.data.users import number_users
+from shufl.learning.data.person_ids import number_users
 from shufl.protocol.validation import ConfigError
 
 _KEY = 2972  # of the choice of the users for testing

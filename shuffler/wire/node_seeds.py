@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from shufl.protocol.mechanisms.summed import SEED_BYTES
+from shufl.protocol.mechanisms.summed_reports import SEED_BYTES
 from shufl.shuffler.callers import Caller, Role, caller_of
 from shufl.shuffler.keys import Credentials
 from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES, RoundHeader, seal

@@ -20,7 +20,7 @@ from shufl.protocol.outcomes import NODES_FILE, AgreedNode
 from shufl.protocol.plan_fields import Mixing
 from shufl.server.broadcast import Exchange, greet, pause_after
 from shufl.server.settings import NodeFailed, RoundFailed, ServerSettings
-from shufl.shuffler.wire.seeds import SUM_VERSION
+from shufl.shuffler.wire.node_seeds import SUM_VERSION
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from shufl.clients.device import RoundRefused
-from shufl.clients.node import Announcement, Node, Question
+from shufl.clients.device_ledger import RoundRefused
+from shufl.clients.node_round import Announcement, Node, Question
 from shufl.clients.settings import ClientSettings
-from shufl.shuffler.wire.seeds import SUM_VERSION
+from shufl.shuffler.wire.node_seeds import SUM_VERSION
 
 _nodes: dict[str | None, Node] = {}
 """The node of this process's last simulated run: Flower builds the app anew per message."""

@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shufl.learning import evaluate
 from shufl.learning.config import Config
-from shufl.learning.configured import model_maker
 from shufl.learning.data.features import load_records
+from shufl.learning.from_config import model_maker
 from shufl.learning.model_trial import exact_float32
 from shufl.learning.tasks import CLASSIFICATION, Task
 from shufl.learning.your_code import your_code
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine import engine_of
+from shufl.results.engine_interface import engine_of
 from shufl.results.experiment import optimiser, prepare
 from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.report_sum import cut

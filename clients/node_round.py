@@ -15,7 +15,7 @@ import torch
 from flwr.app import ArrayRecord
 from pydantic import Field
 
-from shufl.clients.device import RoundRefused, SimulatedLedger
+from shufl.clients.device_ledger import RoundRefused, SimulatedLedger
 from shufl.clients.policy import Simulated
 from shufl.clients.settings import ClientSettings
 from shufl.learning.node_updates import NodeUpdates, Records
@@ -27,7 +27,7 @@ from shufl.protocol.mechanisms import (
     make_randomness,
     simulated_allocation_key,
 )
-from shufl.protocol.mechanisms.summed import masked, new_seed, whole_noise, whole_update
+from shufl.protocol.mechanisms.summed_reports import masked, new_seed, whole_noise, whole_update
 from shufl.protocol.plan import shuffler_of
 from shufl.protocol.validation import Record, Seconds
 from shufl.shuffler import (
@@ -42,8 +42,8 @@ from shufl.shuffler import (
     model_digest,
     seal,
 )
+from shufl.shuffler.wire.node_seeds import seal_seed
 from shufl.shuffler.wire.sealing import is_of
-from shufl.shuffler.wire.seeds import seal_seed
 
 log = logging.getLogger(__name__)
 
