@@ -1,7 +1,6 @@
 """The base of all accountants: which rounds they price, and what they must say of themselves."""
 
 import abc
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
@@ -65,8 +64,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
 
     Attributes:
         name: Its word in the configuration and in tables.
-        covers: One sentence: what its ε holds for, and on what assumption. If the docstring of the
-            class has a section *Guarantee* of the form "ε holds for ….", it is what stands there.
+        covers: One sentence: what its ε holds for, and on what assumption.
         holds_for: Which pairs of neighbouring datasets its ε bounds.
         counts_on_others: Whether its ε assumes that the other users take part and add their noise.
         counts_on_blankets: Whether blankets of the shuffler make its ε smaller.
@@ -85,11 +83,8 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     mechanisms: ClassVar[tuple[type, ...]] = (GaussianMechanism,)
 
     def __init_subclass__(cls, **given: Any) -> None:
-        """Reads `covers`; has questions answered under `usual_errors`, whatever the caller set."""
+        """Has questions answered under `usual_errors`, whatever the caller has set in numpy."""
         super().__init_subclass__(**given)
-        said = re.search(r"Guarantee:\s+ε holds for (.*)\.\s*\Z", cls.__doc__ or "", re.DOTALL)
-        if said:
-            cls.covers = " ".join(said[1].split())
         for name in {"_epsilon", "_delta", "epsilon_lower_bound", "note"} & vars(cls).keys():
             setattr(cls, name, usual_errors()(vars(cls)[name]))
 

@@ -40,6 +40,12 @@ class BlanketAccountant(AmplifiedAccountant):
     """
 
     name = "blanket"
+    covers = (
+        "every pair of neighbouring datasets, in any dimension, whoever else takes part, against "
+        "all but the shuffler; assumes that the user's own device follows the protocol, that the "
+        "shuffler adds its blankets, and that the server gets nothing of the round but the "
+        "shuffled reports"
+    )
     holds_for = "every pair"
     counts_on_others = False
     counts_on_blankets = True

@@ -72,6 +72,11 @@ class CrowdAccountant(AmplifiedAccountant):
     """
 
     name = "crowd"
+    covers = (
+        "every pair of neighbouring datasets, in any dimension; assumes that all n users flip "
+        "their coins and add their noise every round, and that the server gets nothing of the "
+        "round but the shuffled reports"
+    )
     holds_for = "every pair"
     least_noise = LEAST_NOISE
     mechanisms = (GaussianMechanism, LdpSgd, RandomisedResponse)

@@ -37,6 +37,11 @@ class LocalAccountant(ProfileShuffleAccountant):
     """
 
     name = "local"
+    covers = (
+        "every pair of neighbouring datasets, and a server that colludes with the shuffler and so "
+        "knows when the user took part; assumes only that the user's own device flips its coins "
+        "and adds the noise"
+    )
     holds_for = "every pair"
     counts_on_others = False
     round_kinds = (Shuffled, Summed)

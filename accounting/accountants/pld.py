@@ -43,6 +43,10 @@ class PldAccountant(AmplifiedAccountant):
     """
 
     name = "pld"
+    covers = (
+        "the homogeneous pair only (all other users hold the differing user's record), "
+        "numerically tight; the same assumptions as theorem3"
+    )
     holds_for = "homogeneous pair"
 
     def _profile(self, event: Shuffled, least: float) -> tuple[FloatArray, FloatArray]:

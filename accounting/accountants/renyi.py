@@ -112,6 +112,11 @@ class Theorem3Accountant(RdpShuffleAccountant):
     """
 
     name = "theorem3"
+    covers = (
+        "the homogeneous pair only (all other users hold the differing user's record); assumes "
+        "that all n users flip their coins and add their noise every round, and that the server "
+        "gets nothing of the round but the shuffled reports"
+    )
     holds_for = "homogeneous pair"
     default_max_order = 256
 
@@ -166,6 +171,10 @@ class CheckInRdpAccountant(RdpShuffleAccountant):
     """
 
     name = "rdp"
+    covers = (
+        "the homogeneous pair only (all other users hold the differing user's record), exact in "
+        "Rényi divergence; the same assumptions as theorem3"
+    )
     holds_for = "homogeneous pair"
     default_max_order = 1024
 

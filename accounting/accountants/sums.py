@@ -51,6 +51,13 @@ class SumDistributedAccountant(SumAccountant):
     """
 
     name = "sum-distributed"
+    covers = (
+        "every pair of neighbouring datasets, in any dimension, against server, other users and "
+        "whoever sees the models; in a simulation also against a shuffler that follows the "
+        "protocol, on real machines against any shuffler, if n leaves out the users of its own "
+        "nodes; assumes that n users add noise every round which the adversary does not know, "
+        "that the user's own device flips its coin, and that shuffler and server do not collude"
+    )
 
     def _noise(self, event: Summed) -> float:
         own = event.mechanism.noise_multiplier
@@ -68,6 +75,12 @@ class SumCentralAccountant(SumAccountant):
     """
 
     name = "sum-central"
+    covers = (
+        "every pair of neighbouring datasets, in any dimension, whoever else takes part, against "
+        "server, shuffler, other users and whoever sees the models; assumes that the user's own "
+        "device flips its coin, that whichever of shuffler and server is honest adds its noise "
+        "every round, and that they do not collude"
+    )
     counts_on_others = False
 
     def _noise(self, event: Summed) -> float:
