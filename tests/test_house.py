@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
-    "accounting": 3840,
+    "accounting": 3890,
     "clients": 1190,
     "deploy": 1940,
-    "learning": 2880,
-    "protocol": 1150,
-    "results": 1240,
-    "server": 1110,
-    "shuffler": 3380,
-    "simulator": 2750,
-    "src": 1770,
+    "learning": 2870,
+    "protocol": 1160,
+    "results": 1250,
+    "server": 1115,
+    "shuffler": 3190,
+    "simulator": 2800,
+    "src": 1800,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})
