@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import attrs
 import dp_accounting
 import numpy as np
 import numpy.typing as npt
@@ -238,7 +239,10 @@ def check_claims(
     confidence: float = 0.99,
     rng: np.random.Generator | None = None,
 ) -> list[ClaimCheck]:
-    """Attacks the δ(ε) of one round that accountants claim, all by the same draws.
+    """Attacks the δ(ε) of one round that accountants claim.
+
+    A claim that does not count on blankets holds without them too, and is attacked there, where
+    user 1's report is easier to tell. Claims about the same round are attacked by the same draws.
 
     Args:
         accountants: They have one adjacency, which is attacked, and have composed nothing. They are
@@ -248,7 +252,7 @@ def check_claims(
         placements: Where to attack: placements, or names of `PLACEMENTS`. Each accountant is
             checked only where it claims something.
         samples: Rounds to draw in each of the two worlds, at least 2.
-        confidence: The probability of no false violation at all placements together, in (0, 1).
+        confidence: The probability of no false violation in all attacks together, in (0, 1).
         rng: Where the draws come from; fresh if None.
 
     Returns:
@@ -270,21 +274,34 @@ def check_claims(
     adjacency = next(name for name, each in ADJACENCIES.items() if each in relations)
     claims = [_claimed_delta(each, event, epsilon, placements) for each in accountants]
     generator = np.random.default_rng() if rng is None else rng
-    each = 1.0 - (1.0 - confidence) / len(placements)
     places = [
         make_placement(item, adjacency, event.users) if isinstance(item, str) else item
         for item in placements
     ]
-    results = [
-        audit_round(event, adjacency, place, epsilon, samples, each, generator) for place in places
+    attacks = [
+        [(counted, at) for at, place in enumerate(places) if claims_something(type(each), place)]
+        for each in accountants
+        for counted in [event.blankets if each.counts_on_blankets else 0.0]
     ]
-    checks = []
-    for accountant, claimed in zip(accountants, claims, strict=True):
-        claimed_at = [claims_something(type(accountant), place) for place in places]
-        own = tuple(itertools.compress(results, claimed_at))
-        name, covers, holds_for = accountant.name, accountant.covers, accountant.holds_for
-        checks.append(ClaimCheck(name, covers, holds_for, claimed, own))
-    return checks
+    apart = dict.fromkeys(itertools.chain(*attacks))
+    share = 1.0 - (1.0 - confidence) / len(apart)
+    results = {
+        (blankets, at): audit_round(
+            attrs.evolve(event, blankets=blankets),
+            *(adjacency, places[at], epsilon, samples, share, generator),
+        )
+        for blankets, at in apart
+    }
+    return [
+        ClaimCheck(
+            accountant=accountant.name,
+            covers=accountant.covers,
+            holds_for=accountant.holds_for,
+            claimed_delta=claimed,
+            results=tuple(results[each] for each in own),
+        )
+        for accountant, claimed, own in zip(accountants, claims, attacks, strict=True)
+    ]
 
 
 def _claimed_delta(

@@ -19,7 +19,7 @@ from shufl.accounting.audit.attack import (
     clopper_pearson,
     delta_lower_bound,
 )
-from shufl.protocol import CheckIn, RandomisedResponse, Summed
+from shufl.protocol import CheckIn, GaussianMechanism, RandomisedResponse, Summed
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +152,28 @@ class Overconfident(CrowdAccountant):
 
     name = "overconfident"
     counts_on_others = False
+
+
+class OfMoreNoise(CrowdAccountant):
+    """Prices rounds as if they had half as much noise again."""
+
+    def _delta(self, counts, epsilon):
+        (event,) = counts
+        noise = 1.5 * event.mechanism.noise_multiplier
+        more = attrs.evolve(event, mechanism=GaussianMechanism(noise_multiplier=noise))
+        return super()._delta({more: 1}, epsilon)
+
+
+def test_a_claim_that_ignores_blankets_is_attacked_without_them():
+    """Among blankets the attack shows 0.10 only, less than is claimed."""
+    event = check_in(6, 1.0, 1.0, 3.0)
+    wrong = OfMoreNoise(make_accountant("crowd", "zero-out").neighboring_relation)
+    right, blanket = (make_accountant(name, "zero-out") for name in ("crowd", "blanket"))
+    rng = np.random.default_rng(1)
+    checks = check_claims([wrong, right, blanket], event, 0.3, samples=20_000, rng=rng)
+    assert [check.violated for check in checks] == [True, False, False]
+    assert checks[0].worst == checks[1].worst and checks[0].worst.method == "ratios"
+    assert checks[0].worst.delta_lower > 0.2 > checks[2].worst.delta_lower
 
 
 def test_a_claim_that_needs_the_others_falls_where_they_are_absent():
