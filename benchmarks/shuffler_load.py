@@ -57,7 +57,8 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.callers import Role
 from shufl.shuffler.config import Limits
-from shufl.shuffler.keys import Authority, Credentials
+from shufl.shuffler.credentials import Credentials
+from shufl.shuffler.keys import Authority
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, parse_address
 
 MOST_BYTES = 300e6

@@ -54,7 +54,8 @@ from shufl.shuffler import (
     sealed_length,
 )
 from shufl.shuffler.callers import Role
-from shufl.shuffler.keys import Authority, Credentials
+from shufl.shuffler.credentials import Credentials
+from shufl.shuffler.keys import Authority
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import SERVER_OPTIONS
 

@@ -31,7 +31,7 @@ from shufl.protocol.validation import read_toml
 from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
-from shufl.shuffler.keys import read_certificate, renew_from
+from shufl.shuffler.credentials import read_certificate, renew_from
 from shufl.shuffler.wire.channel import parse_address
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl

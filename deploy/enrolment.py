@@ -23,7 +23,8 @@ from shufl.deploy.server_site import LOG_FILE, append_log
 from shufl.protocol.files import write_whole
 from shufl.protocol.validation import ConfigError
 from shufl.shuffler.callers import Role, fingerprint_of
-from shufl.shuffler.keys import Authority, Request, read_certificate, renew_from, was_cut_short
+from shufl.shuffler.credentials import read_certificate, renew_from
+from shufl.shuffler.keys import Authority, Request, was_cut_short
 
 Approve = Callable[[str, str], bool]
 """Given a key's name and SHA-256, says whether its party has read out the same SHA-256."""

@@ -16,7 +16,7 @@ from shufl.clients.device_ledger import read_device, runs_of
 from shufl.deploy.run_status import health_of, newest_run, status_of
 from shufl.deploy.server_site import ServerSite
 from shufl.deploy.site_files import NodeSite, load_site, role_of
-from shufl.shuffler.keys import read_certificate, renew_from
+from shufl.shuffler.credentials import read_certificate, renew_from
 
 _Sample = tuple[str, str, float, dict[str, str]]
 """A metric's name, what it tells, its value and its labels."""

@@ -1,5 +1,5 @@
 from .child_process import ShufflerProcess
-from .keys import AnyCredentials, Credentials
+from .credentials import AnyCredentials, Credentials
 from .wire.control_client import ControlClient
 from .wire.errors import (
     Outcome,

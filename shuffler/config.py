@@ -13,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shufl.protocol.validation import Seconds, first_mistake, read_toml
-from shufl.shuffler.keys import Credentials, read_certificate
+from shufl.shuffler.credentials import Credentials, read_certificate
 from shufl.shuffler.store.operator_minimum import Floor
 from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.wire.channel import MOST_USERS, parse_address

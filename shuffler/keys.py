@@ -18,103 +18,29 @@ import hashlib
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shufl.protocol.files import give_new_name, write_whole
-from shufl.shuffler.callers import NAME, Role, fingerprint_of, uri_of
+from shufl.shuffler.callers import NAME, Role, uri_of
+from shufl.shuffler.credentials import CURVE, SECRET, Credentials, read_certificate, read_key
 
 MAX_DAYS = 36_500
 """Longest life of a certificate."""
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?")
-_CURVE = ec.SECP256R1
-_SECRET = 0o600
 _EARLY = datetime.timedelta(minutes=5)  # clocks differ
 _USAGES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
     *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
 )
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """One party's side of TLS, all PEM.
-
-    Attributes:
-        authority: the certificate that the other side's must be issued by.
-        certificate: this party's own.
-        private_key: its key.
-    """
-
-    authority: bytes
-    certificate: bytes
-    private_key: bytes = field(repr=False)
-
-    @classmethod
-    def read(cls, directory: Path, name: str) -> Credentials:
-        """What `shufl keys` wrote for this name.
-
-        Raises:
-            ValueError: if a file does not hold what it should, or the key is not the certificate's.
-            OSError: if one cannot be read.
-        """
-        files = [directory / file for file in ("authority.pem", f"{name}.pem", f"{name}.key")]
-        authority, certificate = (read_certificate(path) for path in files[:2])
-        if certificate.public_key() != _read_key(files[2]).public_key():
-            raise ValueError(f"{files[2]}: not the key of {files[1]}")
-        try:
-            certificate.verify_directly_issued_by(authority)
-        except (ValueError, TypeError, InvalidSignature):
-            raise ValueError(f"{files[1]}: not issued by {files[0]}") from None
-        return cls(*(path.read_bytes() for path in files))
-
-    @property
-    def name(self) -> str:
-        """Whose they are, by the certificate's common name; empty: it has none."""
-        subject = x509.load_pem_x509_certificate(self.certificate).subject
-        names = subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        return str(names[0].value) if names else ""
-
-    @property
-    def signing_key(self) -> ec.EllipticCurvePrivateKey:
-        """The private key, to sign with.
-
-        Raises:
-            ValueError: it is not one of P-256.
-        """
-        key = serialization.load_pem_private_key(self.private_key, None)
-        if not (isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, _CURVE)):
-            raise ValueError(f"the key of {self.name} must be one of P-256 to sign with")
-        return key
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the certificate, hexadecimal: what withdraws it alone (`Revoked`)."""
-        return fingerprint_of(x509.load_pem_x509_certificate(self.certificate))
-
-    def write(self, directory: Path, name: str) -> None:
-        """Writes NAME.pem and NAME.key (mode 0600), and the authority's certificate beside them.
-
-        Raises:
-            FileExistsError: if NAME has been issued already.
-        """
-        key = directory / f"{name}.key"
-        write_whole(key, self.private_key, mode=_SECRET, must_be_new=True)
-        write_whole(directory / f"{name}.pem", self.certificate)
-        if not (directory / "authority.pem").exists():
-            write_whole(directory / "authority.pem", self.authority)
-
-
-AnyCredentials = Credentials | Callable[[], Credentials]
-"""Credentials, or a function that reads their files at every call, so that renewals count."""
 
 
 class Authority:
@@ -127,7 +53,7 @@ class Authority:
     @classmethod
     def create(cls, days: float = 3650) -> Authority:
         """A new authority with a new key, valid for `days`."""
-        key = ec.generate_private_key(_CURVE())
+        key = ec.generate_private_key(CURVE())
         builder = _builder("shufl authority", key.public_key(), days)
         return cls(builder.sign(key, hashes.SHA256()), key)
 
@@ -139,7 +65,7 @@ class Authority:
             ValueError: if one does not hold what it should.
         """
         certificate = read_certificate(directory / "authority.pem")
-        key = _read_key(directory / "authority.key")
+        key = read_key(directory / "authority.key")
         if certificate.public_key() != key.public_key():
             raise ValueError(f"{directory / 'authority.key'}: not the key of authority.pem")
         return cls(certificate, key)
@@ -248,7 +174,7 @@ class Request:
         Raises:
             ValueError: if it is no name.
         """
-        return cls._of(name, ec.generate_private_key(_CURVE()))
+        return cls._of(name, ec.generate_private_key(CURVE()))
 
     @classmethod
     def renew(cls, directory: Path, name: str) -> Request:
@@ -258,7 +184,7 @@ class Request:
             ValueError: if it is no name, or the file does not hold a key.
             OSError: if a file cannot be read or written.
         """
-        request = cls._of(name, _read_key(directory / f"{name}.key"))
+        request = cls._of(name, read_key(directory / f"{name}.key"))
         write_whole(directory / f"{name}.csr", request.pem)
         return request
 
@@ -284,7 +210,7 @@ class Request:
             names = [(each.oid, each.value) for each in request.subject]
         except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm):
             raise ValueError(f"{path}: not a certificate request in PEM") from None
-        if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, _CURVE)):
+        if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, CURVE)):
             raise ValueError(f"{path}: its key is not one of P-256")
         if not signed:
             raise ValueError(f"{path}: not signed with its own key: it was changed on the way")
@@ -348,34 +274,6 @@ def check_days(days: float) -> None:
         raise ValueError(f"--days lies in (0, {MAX_DAYS}], got {days:g}")
 
 
-def read_certificate(path: Path) -> x509.Certificate:
-    """The certificate in a file.
-
-    Raises:
-        ValueError: if there is none. One line naming the file.
-    """
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except (ValueError, x509.InvalidVersion):
-        raise ValueError(f"{path}: not a certificate in PEM") from None
-
-
-def renew_from(certificate: x509.Certificate) -> datetime.datetime:
-    """When to renew: 30 days before a certificate ends, or in the last 15 % of a shorter life."""
-    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    return ends - min(datetime.timedelta(days=30), 0.15 * (ends - begins))
-
-
-def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a password
-        key = None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{path}: not a private key of an elliptic curve in PEM")
-    return key
-
-
 def _check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise ValueError(f"a name has 1 to 64 letters, digits, '.', '_' or '-', got {name!r}")
@@ -415,7 +313,7 @@ def _write_both(key: Path, secret: bytes, other: Path, public: bytes) -> None:
         for left in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 64}"):
             left.unlink()
     try:
-        for path, content, mode in ((key, secret, _SECRET), (other, public, 0o644)):
+        for path, content, mode in ((key, secret, SECRET), (other, public, 0o644)):
             try:
                 how = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
                 with os.fdopen(os.open(_unnamed(path, public), how, mode), "wb") as file:

@@ -23,7 +23,7 @@ from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.text import one_line
 from shufl.shuffler.callers import Revoked
 from shufl.shuffler.config import ShufflerConfig, Tls, load_config
-from shufl.shuffler.keys import read_certificate
+from shufl.shuffler.credentials import read_certificate
 from shufl.shuffler.service.grpc_server import ShufflerServer
 from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.metrics import Metrics

@@ -14,7 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
-from shufl.shuffler.keys import Credentials
+from shufl.shuffler.credentials import Credentials
 from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.service.open_calls import CallCount, PermittedCalls
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused

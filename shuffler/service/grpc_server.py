@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from shufl.shuffler.callers import Caller, Revoked, Role
 from shufl.shuffler.config import Limits
-from shufl.shuffler.keys import Credentials
+from shufl.shuffler.credentials import Credentials
 from shufl.shuffler.service import memory
 from shufl.shuffler.service.admission import Gate
 from shufl.shuffler.service.blanket_tasks import BlanketTasks

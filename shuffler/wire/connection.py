@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from shufl.shuffler.keys import AnyCredentials, Credentials
+from shufl.shuffler.credentials import AnyCredentials, Credentials
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, check_address, join_address, parse_address
 from shufl.shuffler.wire.errors import (
     Refusal,

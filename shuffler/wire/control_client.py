@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from shufl.shuffler.keys import AnyCredentials
+from shufl.shuffler.credentials import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
 from shufl.shuffler.wire.connection import Connection, Retries, Stub

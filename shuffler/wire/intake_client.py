@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shufl.shuffler.keys import AnyCredentials
+from shufl.shuffler.credentials import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, MOST_TOGETHER, PIECE_BYTES
 from shufl.shuffler.wire.connection import Connection, Retries, Stub

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from shufl.protocol.mechanisms.summed_reports import SEED_BYTES
 from shufl.shuffler.callers import Caller, Role, caller_of
-from shufl.shuffler.keys import Credentials
+from shufl.shuffler.credentials import Credentials
 from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES, RoundHeader, seal
 
 SUM_VERSION = 2

@@ -13,7 +13,8 @@ from shuffler_world import Silence, World, pass_days, raw_channel
 from shufl.shuffler import ControlClient, Refusal, ShufflerProcess, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.config import Limits
-from shufl.shuffler.keys import Authority, Credentials
+from shufl.shuffler.credentials import Credentials
+from shufl.shuffler.keys import Authority
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
 
 CALLS, CHANNELS = 2000, 10
