@@ -5,6 +5,7 @@ shuffler hands the reports over in uniformly random order without their senders.
 the shuffled reports, and so their number. A value outside its range is a ConfigError.
 """
 
+import dataclasses
 from typing import Any
 
 import attrs
@@ -12,18 +13,6 @@ import dp_accounting
 
 from shufl.protocol import validation
 from shufl.protocol.mechanisms import Mechanism
-
-
-def _rate(value: Any) -> float:
-    return validation.real("check-in rate", value, "(0, 1]")
-
-
-def _reports(value: Any) -> int:
-    return validation.integer("number of reports", value, 0)
-
-
-def _every(value: Any) -> int:
-    return validation.integer("rounds of a block", value, 1, 10**9)
 
 
 def _users(value: Any) -> int:
@@ -38,7 +27,7 @@ def _central_noise(value: Any) -> float:
     return validation.real("central noise", value, "[0, inf)")
 
 
-@attrs.frozen
+@dataclasses.dataclass(frozen=True)
 class CheckIn:
     """Each user decides by its own coin to report once.
 
@@ -51,10 +40,14 @@ class CheckIn:
         ConfigError: The rate is outside (0, 1].
     """
 
-    rate: float = attrs.field(converter=_rate)
+    rate: float
+
+    def __post_init__(self) -> None:
+        rate = validation.real("check-in rate", self.rate, "(0, 1]")
+        object.__setattr__(self, "rate", rate)
 
 
-@attrs.frozen
+@dataclasses.dataclass(frozen=True)
 class FixedSize:
     """Exactly m of n users, drawn uniformly without replacement and in secret, report once each.
 
@@ -65,10 +58,14 @@ class FixedSize:
         ConfigError: `reports` is no whole number, or below 0; above n, the `Shuffled` raises it.
     """
 
-    reports: int = attrs.field(converter=_reports)
+    reports: int
+
+    def __post_init__(self) -> None:
+        reports = validation.integer("number of reports", self.reports, 0)
+        object.__setattr__(self, "reports", reports)
 
 
-@attrs.frozen
+@dataclasses.dataclass(frozen=True)
 class Allocation:
     """Each user reports in exactly one of every b rounds, which it draws uniformly and in secret.
 
@@ -83,7 +80,11 @@ class Allocation:
         ConfigError: `every` is outside its range.
     """
 
-    every: int = attrs.field(converter=_every)
+    every: int
+
+    def __post_init__(self) -> None:
+        every = validation.integer("rounds of a block", self.every, 1, 10**9)
+        object.__setattr__(self, "every", every)
 
 
 def _fits(event: "Shuffled", attribute: Any, participation: "Participation") -> None:

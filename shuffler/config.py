@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shufl.protocol.validation import Seconds, first_mistake, read_toml
 from shufl.shuffler.credentials import Credentials, read_certificate
@@ -107,7 +107,9 @@ class Limits(_Section):
     )
     calls: Count = 256
     calls_per_sender: Count = 16
-    uploads: Count = 24
+    uploads: Count = Field(  # in 0.1.0 `streams`
+        default=24, validation_alias=AliasChoices("uploads", "streams")
+    )
     runs_per_server: Count = 16
     open_rounds_per_server: Count = 8
     disk_gigabytes_per_server: float | None = Field(

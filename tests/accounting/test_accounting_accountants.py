@@ -480,7 +480,7 @@ def test_a_process_that_asks_one_accountant_loads_no_other_and_no_framework(name
     room = "shufl.accounting.accountants."
     found = {each.removeprefix(room) for each in loaded if each.startswith(room)}
     own = accounting.ACCOUNTANTS[name].__module__.removeprefix(room)
-    assert found - {"base", "profile"} == MODULES.get(name, set()) | {own}
+    assert found - {"base", "privacy_profile"} == MODULES.get(name, set()) | {own}
 
 
 @pytest.mark.slow

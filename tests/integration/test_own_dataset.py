@@ -134,7 +134,7 @@ def test_a_run_is_resumed_with_the_same_features_only(place, monkeypatch):
     maps.write_text("def scaled(records):\n    return records / 3\n")
     result = shufl("run", "--resume", folder)
     assert result.returncode != 0
-    assert "made with code of maps:scaled" in " ".join(result.stderr.split())
+    assert "made with code of blobs:blobs maps:scaled" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

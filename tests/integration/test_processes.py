@@ -80,7 +80,7 @@ def test_a_node_loads_no_server_no_simulator_and_its_plan_s_accountant_alone(loa
         *("deploy", "learning", "protocol", "shuffler")
     }
     accountants = {name for name in modules if name.startswith("shufl.accounting.accountants.")}
-    of_blanket = {"base", "profile", "local", "blanket"}
+    of_blanket = {"base", "privacy_profile", "local", "blanket"}
     assert {name.rpartition(".")[2] for name in accountants} <= of_blanket
     assert not {name for name in modules if name.startswith("shufl.shuffler.s")}  # service, store
     lines = sum(len(path_of(name).read_text(encoding="utf-8").splitlines()) for name in modules)

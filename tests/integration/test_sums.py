@@ -94,7 +94,7 @@ def test_simulated_nodes_add_up_to_the_bit(summed_round, central_noise):
     of_nodes = [np.arange(node, USERS, 3) for node in range(3)]
     # The shuffler draws its own noise from the entropy of this system.
     away = np.abs(total - expected_of(round, SeededRandomness(3), of_nodes)).max()
-    assert (away > 0) is (central_noise > 0)
+    assert (away > 0) == (central_noise > 0)
     assert away <= 8 * central_noise / unit_of_sums(1.0, DIMENSION)
 
 
