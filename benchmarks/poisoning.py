@@ -246,7 +246,13 @@ def _play(
     state, (private_key, public_key) = model.state_dict(), generate_key_pair()
     header = RoundHeader(run_id, round, model_digest(state), plan.digest(), key_digest(public_key))
     nonce = control.open_round(header.run_id, round, header.model_digest, public_key)
-    announced = Announcement(header.run_id, round, header.plan_digest, public_key, 600.0)
+    announced = Announcement(
+        run_id=header.run_id,
+        round=round,
+        plan_digest=header.plan_digest,
+        public_key=public_key,
+        seconds=600.0,
+    )
     node.take_part(users, node.prepare(announced, ArrayRecord(state)))
     if control.close_round(header.run_id, round).outcome is not Outcome.RELEASABLE:
         return PlayedRound(RoundOutcome.BELOW_MINIMUM, None, len(users), 0)
