@@ -121,8 +121,8 @@ def _print_plans(asked: OpenPlan, rows: list[dict[str, Any]]) -> None:
     pairs = ACCOUNTANTS[asked.accountant].holds_for
     title = f"n = {asked.users}, ε ≤ {asked.target_epsilon:g} by {asked.accountant}, for {pairs}, "
     of_sums, predicts = asked.mixing == "sum", "accuracy" in rows[0]
-    narrow = {"collapse_padding": predicts, "pad_edge": not predicts}  # to fit in 80 columns
-    table = Table(title=title + f"δ = {rounded_up(asked.delta)}", title_justify="left", **narrow)
+    table = Table(title=title + f"δ = {rounded_up(asked.delta)}", title_justify="left")
+    table.collapse_padding, table.pad_edge = predicts, not predicts  # to fit in 80 columns
     noises = [name for name in _NOISE if rows[0]["privacy"].get(name)]
     heads = ["γ", "rounds", *(_NOISE[name] for name in noises), *([] if of_sums else ["λ"])]
     heads += ["ε", "error", "device sends", "shuffler holds", *(["accuracy"] * predicts)]
