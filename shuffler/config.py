@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shufl.protocol.validation import Seconds, first_mistake, read_toml
 from shufl.shuffler.credentials import Credentials, read_certificate
@@ -107,9 +107,7 @@ class Limits(_Section):
     )
     calls: Count = 256
     calls_per_sender: Count = 16
-    uploads: Count = Field(  # in 0.1.0 `streams`
-        default=24, validation_alias=AliasChoices("uploads", "streams")
-    )
+    uploads: Count = 24
     runs_per_server: Count = 16
     open_rounds_per_server: Count = 8
     disk_gigabytes_per_server: float | None = Field(
@@ -118,6 +116,14 @@ class Limits(_Section):
     idle_seconds: Seconds = 60.0
     release_hours: float = Field(default=1.0, gt=0, le=1e4, description="a number in (0, 10^4]")
     stop_seconds: Seconds = 300.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _streams_are_uploads(cls, given: Any) -> Any:
+        """Reads the key `streams`, which `shufl provision` of 0.1.0 wrote."""
+        if not isinstance(given, dict) or "streams" not in given or "uploads" in given:
+            return given
+        return {"uploads" if key == "streams" else key: value for key, value in given.items()}
 
     @property
     def quota(self) -> Quota:

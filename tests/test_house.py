@@ -19,7 +19,7 @@ MOST_LINES = {
     "protocol": 1160,
     "results": 1245,
     "server": 1115,
-    "shuffler": 3205,
+    "shuffler": 3210,
     "simulator": 2800,
     "src": 1800,
 }

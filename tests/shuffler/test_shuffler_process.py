@@ -47,6 +47,8 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         ("[limits]\nuploads = 0", "limits.uploads must be a whole number from"),
         ("limits = 3", "limits must be a table of values, got 3"),
         ("[limits]\nreports_per_second = 9", "unknown key limits.reports_per_second; "),
+        ("[limits]\nstreams = 0", "limits.uploads must be a whole number from"),  # as 0.1.0 has it
+        ("[limits]\nstreams = 3\nuploads = 4", "unknown key limits.streams; "),
         ("[limits]\nrelease_hours = 0", "limits.release_hours must be a number in (0, 10^4], got"),
         ("simulation_seed = -1", "must be a whole number in [0, 2^63), got -1"),
         ("log_file = 3", "log_file must be the path of a file, got 3"),
