@@ -16,6 +16,7 @@ import pytest
 from pydantic import BaseModel
 from typer.main import get_command
 
+from nights import by_night
 from shufl.accounting import ACCOUNTANTS, epsilon_table, rounds_within_budget
 from shufl.cli.__main__ import app
 from shufl.learning.config import Config, load
@@ -107,7 +108,12 @@ def test_the_readme_shows_the_epsilons_that_the_quickstart_prints():
 
 
 @pytest.mark.slow
-@each_page
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "coming-from.md"]
+    + by_night(ROOT / "docs/coming-from.md"),
+    ids=lambda page: page.name,
+)
 def test_python_examples_print_what_they_say(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # runs make a folder there
     for example in re.findall(r"^```python\n(.*?)^```", text_of(page), re.S | re.M):

@@ -169,6 +169,7 @@ def test_every_command_is_tried():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(wheel, tmp_path):
     python = environment_of(tmp_path / "slim", distributions("shufl"), wheel)
     Rehearsal(deployment_of(tmp_path, nodes=1, rounds=2), tmp_path, tmp_path / "sites")
@@ -197,16 +198,13 @@ def test_each_command_without_torch_flower_and_ray_answers_or_names_its_extra(wh
         assert one_line or codes[number] == "0" or command.startswith("doctor"), command
 
 
-# By day the extra that installs less.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "modules"),
-    [
+    by_night(
         ("node", "shufl.deploy.node, shufl.clients.relay"),
-        *by_night(
-            ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.results.run_page")
-        ),
-    ],
+        ("server", "shufl.deploy.server_app, shufl.deploy.rehearse, shufl.results.run_page"),
+    ),
 )
 def test_a_site_s_doctor_is_content_with_its_extra(wheel, extra, modules, tmp_path):
     python = environment_of(tmp_path / "env", distributions("shufl", (extra,)), wheel)

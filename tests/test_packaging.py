@@ -71,10 +71,11 @@ def test_pip_installs_no_other_flower():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
-    [
+    by_night(
         "--engine=vectorised",
-        *by_night("--set=simulation.nodes=1", "--engine=vectorised --set=simulation.workers=2"),
-    ],
+        "--set=simulation.nodes=1",
+        "--engine=vectorised --set=simulation.workers=2",
+    ),
     ids=["vectorised", "flower", "workers"],
 )
 def test_modules_of_yours_may_have_the_names_of_rooms(tmp_path, engine):

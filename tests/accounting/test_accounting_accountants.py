@@ -485,7 +485,7 @@ def test_a_process_that_asks_one_accountant_loads_no_other_and_no_framework(name
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("noise", "rounds"), [(0.07, 6 * 10**8), (1.0, 10**17), *by_night((0.07, 2**29))]
+    ("noise", "rounds"), [(0.07, 6 * 10**8), *by_night((1.0, 10**17), (0.07, 2**29))]
 )
 def test_more_loss_than_floats_hold_is_never_reported_as_none(noise, rounds):
     event = check_in(100, 0.5, noise, 1.0)

@@ -159,7 +159,7 @@ def test_a_search_ends_where_epsilon_falls_to_0(epsilon_at):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delta", [0.5, *by_night(0.35, 0.9)])
+@pytest.mark.parametrize("delta", by_night(0.35, 0.5, 0.9))
 def test_noise_and_blankets_at_a_large_delta(delta):
     asked = OpenPlan(
         users=60_000, check_in_rate=0.1, rounds=100, noise_multiplier=None, accountant="blanket",

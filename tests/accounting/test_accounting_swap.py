@@ -180,7 +180,7 @@ def two_groups(rng, first, second, others, rate, noise, samples):
 
 @pytest.mark.parametrize("adjacency", ["replace", "zero-out"])
 @pytest.mark.parametrize(
-    ("users", "rate", "noise"), [(60, 1.0, 3.0), *by_night((150, 0.5, 3.0), (100, 1.0, 5.0))]
+    ("users", "rate", "noise"), by_night((60, 1.0, 3.0), (150, 0.5, 3.0), (100, 1.0, 5.0))
 )
 def test_two_groups_of_others_by_exact_ratios(adjacency, users, rate, noise):
     rng, epsilons = np.random.default_rng(users), np.array([0.0, 0.1, 0.2, 0.4])

@@ -134,6 +134,7 @@ def test_users_who_add_no_noise_are_to_be_taken_off_the_crowd(shuffler):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_users_who_add_no_noise_are_to_be_taken_off_those_of_a_sum(shuffler):
     """The cheat's node sends -C for each of its users; the sum without them is what it looks at."""
     about = {"accountant": "sum-distributed"}
@@ -199,6 +200,7 @@ def shuffler_that_singles_out(memory_path, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shuffler_that_hands_over_one_report_alone_reads_it_in_the_model(
     shuffler_that_singles_out,
 ):
@@ -210,6 +212,7 @@ def test_a_shuffler_that_hands_over_one_report_alone_reads_it_in_the_model(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_models_show_no_more_than_is_claimed_of_reports(shuffler):
     """By the sum of all reports, which is what a model is made of."""
     attacked = plan(3, 0.6, 100, shuffler_blankets=2.0, accountant="blanket")

@@ -17,6 +17,7 @@ from flwr.proto.recorddict_pb2 import ArrayRecord as ArrayRecordMessage
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
 from deployment_world import deployment_of
+from nights import by_night
 from run_world import LIMIT, peak_bytes, wait_until
 from shufl.clients import RoundRefused
 from shufl.clients.node_process import _Reader
@@ -70,7 +71,7 @@ def device(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip])
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, *by_night(None)])
 @pytest.mark.parametrize("kind", ["query", "train"])
 def test_a_digest_of_20_megabytes_is_refused_before_it_is_read(device, kind, compression):
     before, log = peak_bytes(device.pid, anew=True), device.log.stat().st_size

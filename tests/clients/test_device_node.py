@@ -28,6 +28,7 @@ from client_world import (
     records,
     wait_for_rounds,
 )
+from nights import by_night
 from run_world import LIMIT, wait_until
 from shufl.clients import RoundRefused, SimulatedLedger, serve_device
 from shufl.clients.deployed_node import Clock, DeviceNode
@@ -123,7 +124,7 @@ def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(make_round, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [LocalTraining(), FEDAVG], ids=["fedsgd", "fedavg"])
+@pytest.mark.parametrize("training", [FEDAVG, *by_night(LocalTraining())], ids=["fedavg", "fedsgd"])
 def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path, training):
     """Of users with 1 to 5 records, of which 3 are used; of 12 users, computed at once."""
     of_user = of_sizes({None: 2, 1: 1, 4: 3, 7: 5})

@@ -113,13 +113,11 @@ def trapped(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "also"),
-    [
+    by_night(
         ({}, ["ray"]),
-        *by_night(
-            ({}, ["ray", "resume"]),
-            ({"simulation.engine": "vectorised", "simulation.workers": 2}, []),
-        ),
-    ],
+        ({}, ["ray", "resume"]),
+        ({"simulation.engine": "vectorised", "simulation.workers": 2}, []),
+    ),
     ids=["flower", "resumed", "workers"],
 )
 def test_objects_of_a_script_go_into_every_process(trapped, engine, also):

@@ -44,6 +44,7 @@ def shown(plan, shuffler):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
     found = shown(ALONE, shuffler)
     assert 0.3 * claimed() < found <= claimed()
@@ -68,6 +69,7 @@ SeededRandomness.blanket_noise = lambda self, round, numbers, size: honest(self,
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(start_shuffler):
     """By a server that leaves out what it has seen before."""
     seen = set()

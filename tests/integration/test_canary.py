@@ -84,6 +84,7 @@ def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shuffler_that_keeps_the_order_is_caught(start_shuffler):
     worlds = run_canary(ORDERED, "minus", start_shuffler(KEEPS_ORDER), seed=3)
     assert first_shown(ORDERED, worlds) > claimed(ORDERED, "pld")
@@ -107,6 +108,7 @@ def test_reports_hold_an_update_and_its_noise_and_the_mean_is_as_exact_as_stated
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_rounds_with_check_in_and_zero_out_stay_below_every_pairs_claim(shuffler):
     audited = plan(users=2, noise=0.4, rounds=120, adjacency="zero-out", rate=0.6)
     worlds = run_canary(audited, "minus", shuffler, seed=3)

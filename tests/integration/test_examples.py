@@ -25,7 +25,7 @@ def printed_by(name, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "score", "least", "most"),
-    [("visits", "accuracy", 0.75, 1.0), *by_night(("own_algorithm", "coverage", 0.75, 0.98))],
+    by_night(("visits", "accuracy", 0.75, 1.0), ("own_algorithm", "coverage", 0.75, 0.98)),
 )
 def test_an_example_learns_and_keeps_its_budget(name, score, least, most, tmp_path):
     printed = printed_by(name, tmp_path)

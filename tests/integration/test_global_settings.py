@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shufl
+from nights import by_night
 from rounds import check_in
 from run_world import same_model
 from shufl.accounting import make_accountant
@@ -118,7 +119,7 @@ def test_what_a_module_sets_when_it_is_imported_ends_there(plain, tmp_path):
     assert torch.is_grad_enabled() and torch.get_default_device().type == "cpu"
 
 
-@pytest.mark.parametrize("name", ["rdp", "crowd"])
+@pytest.mark.parametrize("name", ["rdp", *by_night("crowd")])
 def test_accountants_answer_whatever_numpy_is_to_raise(name):
     accountant, event = make_accountant(name), check_in(1009, 0.3, 0.9)  # nobody else asks of it
     with np.errstate(all="raise"):

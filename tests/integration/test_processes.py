@@ -1,4 +1,7 @@
-"""What each process of a deployment has loaded after it has played rounds."""
+"""What each process of a deployment has loaded after it has played rounds.
+
+By day import-linter holds the contracts between rooms.
+"""
 
 import os
 import subprocess
@@ -74,6 +77,7 @@ def loaded(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_loads_no_server_no_simulator_and_its_plan_s_accountant_alone(loaded):
     modules = loaded("node")
     assert rooms_of(modules) == {"accounting", "cli", "clients", "configs"} | {
@@ -88,12 +92,14 @@ def test_a_node_loads_no_server_no_simulator_and_its_plan_s_accountant_alone(loa
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_shuffler_loads_the_protocol_and_itself(loaded):
     modules = loaded("shuffler")
     assert rooms_of(modules) == {"cli", "protocol", "shuffler"}
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_loads_no_client_and_no_simulator(loaded):
     modules = loaded("flwr-serverapp")
     assert "server" in rooms_of(modules)
@@ -101,6 +107,7 @@ def test_a_server_loads_no_client_and_no_simulator(loaded):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_process_that_runs_what_a_server_sends_loads_a_relay(loaded):
     modules = loaded("flwr-clientapp")
     assert modules <= {"shufl.clients", "shufl.clients.relay"} | {

@@ -277,6 +277,7 @@ def test_an_audit_through_the_system_finds_missing_noise(make_node, violated):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_noise_of_those_who_checked_in_alone_shows_in_the_variance(monkeypatch):
     """By 150 rounds and two coordinates; with cover every user's noise is in a sum."""
     plan = audited().replace(rounds=150)

@@ -143,6 +143,7 @@ def test_workers_share_the_gpus_of_a_cluster():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Ray finds none, wherever this runs
     of = engine(tmp_path)

@@ -12,6 +12,7 @@ import mpmath as mp
 import pytest
 from typer.testing import CliRunner
 
+from nights import by_night
 from rounds import check_in, make_plan
 from run_world import shufl_command
 from shufl.accounting import ACCOUNTANTS, Ledger, make_accountant
@@ -45,6 +46,8 @@ def test_the_help_says_what_each_value_may_be():
     assert "least-error" not in told  # which an option cannot say
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_devices_that_draw_their_rounds():
     """At the same rate: `blanket` costs the same, and `local` less."""
     plan = f"{SMALL.replace('0.3', '0.25')} --noise-multiplier 2 --shuffler-blankets 100"
@@ -102,6 +105,7 @@ def run_folder(folder, plan, rounds):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_counts_on_them(
     tmp_path,
 ):
@@ -114,8 +118,8 @@ def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_c
 @pytest.mark.parametrize(
     "command",
     [
-        "account --rounds 20 --noise-multiplier 3",
         "calibrate --rounds 20 --target-epsilon 9 --accountant local",
+        *by_night("account --rounds 20 --noise-multiplier 3"),
     ],
 )
 @pytest.mark.slow
@@ -200,7 +204,7 @@ def test_a_billion_rounds_are_priced(plan):
 
 @pytest.mark.parametrize(
     ("spent", "rounds", "budget", "allowed"),
-    [(3, 9, 50.0, 9), (9, 9, 50.0, 9), (4, 900, 5.0, None), (0, 9, 50.0, 9)],
+    [(9, 9, 50.0, 9), (4, 900, 5.0, None), *by_night((3, 9, 50.0, 9), (0, 9, 50.0, 9))],
 )
 def test_a_run_that_did_not_end_by_itself_has_the_epsilon_of_its_plan_too(
     tmp_path, spent, rounds, budget, allowed

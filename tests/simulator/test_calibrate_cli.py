@@ -168,7 +168,9 @@ def test_noise_and_blankets_of_least_error_reach_the_headline():
     "command",
     [
         f"{SMALL} --rounds 20 --target-epsilon 15 --accountant local",
-        f"{SMALL} --rounds 20 --noise-multiplier 1 --target-epsilon 15 --adjacency zero-out",
+        *by_night(
+            f"{SMALL} --rounds 20 --noise-multiplier 1 --target-epsilon 15 --adjacency zero-out"
+        ),
         f"{SMALL} --rounds 9 --target-epsilon 15 --accountant local --mechanism ldp-sgd --cover",
         f"{SMALL} --rounds 20 --target-epsilon 1 --mixing sum",
         f"{SMALL} --rounds 20 --target-epsilon 1 --mixing sum --accountant sum-distributed",
@@ -193,8 +195,8 @@ def test_what_is_found_is_the_section_of_a_configuration(command):
 @pytest.mark.parametrize(
     ("most", "expected"),
     [
-        ("--rounds 100 --device-megabytes 0.04", {(0.3, 100), (0.1, 100)}),
         *by_night(
+            ("--rounds 100 --device-megabytes 0.04", {(0.3, 100), (0.1, 100)}),
             ("--device-megabytes 0.04", {(0.3, 100), (0.1, 100), (0.1, 300)}),
             ("", set(itertools.product((1.0, 0.3, 0.1), (100, 300, 1000, 4000)))),
         ),
@@ -244,6 +246,7 @@ def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy():
     result = shufl(f"{COMPARED} --dimension 62 --device-megabytes 0.003")
     assert result.exit_code == 0, result.output

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import pytest
 
+from nights import by_night
 from rounds import with_noise
 from shufl.learning.config import DATASETS, FEATURES, dumps, load, shipped
 from shufl.protocol.validation import ConfigError
@@ -109,7 +110,7 @@ def test_noise_left_out_is_calibrated_under_the_accountant(tmp_path, accountant)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [None, 1.0])
+@pytest.mark.parametrize("noise", [1.0, *by_night(None)])
 def test_blankets_left_open_are_the_fewest_that_reach_the_target(tmp_path, noise):
     path = tmp_path / "run.toml"
     path.write_text(without("accountant", "noise_multiplier", "minimum_batch"))

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
+from nights import by_night
 from run_world import LIMIT, shufl_command, wait_until
 from shufl.cli.__main__ import app, main
 from shufl.cli.options import print_error
@@ -140,10 +141,13 @@ threading.Event().wait()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *by_night(signal.SIGTERM)])
 @pytest.mark.parametrize(
     ("setting", "begun"),
-    [("privacy.noise_multiplier=", None), ("model.name=blocks:model", "imported")],
+    [
+        ("privacy.noise_multiplier=", None),
+        *by_night(("model.name=blocks:model", "imported")),
+    ],
     ids=["search", "import"],
 )
 def test_a_signal_before_a_run_ends_the_command_in_one_line(tmp_path, number, setting, begun):

@@ -16,6 +16,7 @@ import torch
 from pyarrow import parquet
 from typer.testing import CliRunner
 
+from nights import by_night
 from run_world import tiny_config
 from shufl.cli.__main__ import app
 from shufl.deploy.node import _check_records, _from_file, _without_quotes, users_told
@@ -191,8 +192,10 @@ def said_at_start(tmp_path, *sets):
     ("sets", "said"),
     [
         ((), "30 users by Dataset.users, 10 records each, 300 in all"),
-        (("data.users=20",),
-         "20 users by Dataset.users, 10 records each, 200 in all (100 more are left out)"),
+        *by_night((
+            ("data.users=20",),
+            "20 users by Dataset.users, 10 records each, 200 in all (100 more are left out)",
+        )),
         (("data.partition=iid", "data.users=150"),
          "150 users made by partition iid, not those of the data (what each gets is taken for "
          "one person's), 2 records each, 300 in all"),

@@ -231,6 +231,7 @@ def test_memory_that_runs_out_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_reports_who_does_not_price_its_rounds(tmp_path, fixed_size_only):
     folder = run_folder(tmp_path)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
