@@ -84,8 +84,6 @@ class PrivacyBudget:
 
 NOT_PRICED = "does not price these rounds"
 TOO_FEW_PRESENT = "counts on more users than were present in some rounds"
-_MOST_BOUNDED_ROUNDS = 10**6  # a lower bound is composed on a fine grid: 10⁸ rounds take 2 GiB
-
 
 ON_MACHINES = (
     "; on real machines it also assumes that in each round at most one user of a node makes the "
@@ -103,7 +101,6 @@ class EpsilonRow:
         epsilon: ε at the plan's δ; None if the accountant does not price what took place.
         covers: What its ε holds for, and on what assumption.
         warning: What limits the number, or None; `NOT_PRICED` if there is no number.
-        lower: What ε of the same pair is at least, or None where that is not known or not asked.
         planned: ε of all the rounds that the budget allows, where fewer are spent. It holds even if
             somebody stopped the run because of its results, which no plan has fixed.
     """
@@ -112,7 +109,6 @@ class EpsilonRow:
     epsilon: float | None
     covers: str
     warning: str | None
-    lower: float | None = None
     planned: float | None = None
 
 
@@ -121,7 +117,6 @@ def price(
     rounds: int,
     adjacency: str,
     delta: float,
-    lower: bool = False,
     names: Collection[str] | None = None,
 ) -> list[EpsilonRow]:
     """Returns the ε of some rounds by several accountants.
@@ -131,7 +126,6 @@ def price(
         rounds: How many there are.
         adjacency: "replace" or "zero-out".
         delta: δ in [0, 1].
-        lower: Whether lower bounds are computed too, which takes longer. Beyond 10⁶ rounds none is.
         names: The accountants to ask; all of the registry if None.
     """
     rows = []
@@ -145,18 +139,16 @@ def price(
         if rounds:
             accountant.compose(event, rounds)
         epsilon = float(accountant.get_epsilon(delta))
-        asked = lower and rounds <= _MOST_BOUNDED_ROUNDS
-        least = accountant.epsilon_lower_bound(delta) if asked else None
         notes = [accountant.note(delta)]
         if event.blankets and not cls.counts_on_blankets:
             notes.append("the shuffler's blankets are not counted on")
         note = "; ".join(filter(None, notes)) or None
-        rows.append(EpsilonRow(name, epsilon, cls.covers, note, least))
+        rows.append(EpsilonRow(name, epsilon, cls.covers, note))
     return rows
 
 
 def epsilon_table(
-    plan: PrivacyPlan, rounds: int, too_few_present: bool = False, lower: bool = False
+    plan: PrivacyPlan, rounds: int, too_few_present: bool = False
 ) -> list[EpsilonRow]:
     """Returns ε after some rounds of the plan, by every accountant of the registry.
 
@@ -167,16 +159,15 @@ def epsilon_table(
         rounds: How many of its rounds took place.
         too_few_present: Whether a batch was released while fewer users were present than the plan's
             `least_present`. Accountants that count on others have no ε then.
-        lower: As for `price`.
     """
     event, adjacency, delta = plan.event(), plan.adjacency, plan.delta
     allowed = rounds_within_budget(plan)
-    spent = price(event, rounds, adjacency, delta, lower=lower)
+    spent = price(event, rounds, adjacency, delta)
     planned = price(event, allowed, adjacency, delta) if rounds < allowed else spent
     if plan.window is not None:
         spent = [dataclasses.replace(row, covers=row.covers + ON_MACHINES) for row in spent]
     return [
-        dataclasses.replace(row, epsilon=None, warning=TOO_FEW_PRESENT, lower=None)
+        dataclasses.replace(row, epsilon=None, warning=TOO_FEW_PRESENT)
         if too_few_present and ACCOUNTANTS[row.name].counts_on_others
         else dataclasses.replace(row, planned=None if planned is spent else whole.epsilon)
         for row, whole in zip(spent, planned, strict=True)

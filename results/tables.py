@@ -10,7 +10,7 @@ from rich.table import Table
 
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
-from shufl.protocol.text import rounded_down, rounded_up
+from shufl.protocol.text import rounded_up
 
 if TYPE_CHECKING:
     from shufl.accounting import EpsilonRow, PrivacyPlan
@@ -129,8 +129,6 @@ def holds_for(row: dict[str, Any]) -> str:
     text: str = row["covers"]
     if row["warning"]:
         text += f" ({row['warning']})"
-    if row.get("lower_bound"):
-        text += f"; at least {rounded_down(row['lower_bound'])} for this pair"
     return text
 
 

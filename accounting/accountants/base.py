@@ -85,7 +85,7 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
     def __init_subclass__(cls, **given: Any) -> None:
         """Has questions answered under `usual_errors`, whatever the caller has set in numpy."""
         super().__init_subclass__(**given)
-        for name in {"_epsilon", "_delta", "epsilon_lower_bound", "note"} & vars(cls).keys():
+        for name in {"_epsilon", "_delta", "note"} & vars(cls).keys():
             setattr(cls, name, usual_errors()(vars(cls)[name]))
 
     def __init__(
@@ -195,17 +195,6 @@ class ShuffleAccountant(dp_accounting.PrivacyAccountant, abc.ABC):
             )
         rounds = added(self._rounds, _leaves_of(event, count))
         return self._epsilon(_composed(rounds), checked_delta(delta))
-
-    def epsilon_lower_bound(self, target_delta: float) -> float | None:
-        """Returns a bound that no accountant of the same pair of datasets can fall below.
-
-        Args:
-            target_delta: δ in [0, 1].
-
-        Returns:
-            A lower bound of ε; None if none is known.
-        """
-        return None
 
     def note(self, delta: float) -> str | None:
         """Returns why ε is infinite, or what limits it.

@@ -1,4 +1,4 @@
-"""`pld`: the tight (ε, δ) of the homogeneous pair, from above and from below.
+"""`pld`: the tight (ε, δ) of the homogeneous pair, from above.
 
 Under the homogeneous pair the likelihood ratio of a round's shuffled reports is distributed as
 
@@ -6,10 +6,9 @@ Under the homogeneous pair the likelihood ratio of a round's shuffled reports is
 
 (`docs/theory/gaussian.md`, section 2), so both hockey-stick divergences are expectations of convex
 functions of one sum, `δ(ε) = E[(W̄ - e^ε)_+]` and, reversed, `E[(1 - e^ε W̄)_+]`.
-`numerics.graded_law` bounds them from both sides.
+`numerics.graded_law` bounds them from above.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.gaussian_divergence import gaussian_losses, log_gaussian_delta
 from shufl.accounting.numerics.graded_law import BoundedLaw, law_of_sum
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, USUAL_LEAST
-from shufl.accounting.numerics.lower_profile import LowerProfile, epsilon_from_below
 from shufl.accounting.numerics.summand import Summand
 from shufl.protocol.events import CheckIn, FixedSize, Shuffled
 
@@ -69,27 +67,6 @@ class PldAccountant(AmplifiedAccountant):
             return f"noise below {LEAST_SIGMA:g} of the sensitivity is priced as if unshuffled"
         return super().note(delta)
 
-    def epsilon_lower_bound(self, target_delta: float) -> float | None:
-        """Returns a lower bound of the homogeneous pair's ε.
-
-        No accountant of the same pair, and none that holds for every pair on the same assumptions,
-        can be below. The bound is for one direction; `get_epsilon` takes the larger of both.
-
-        Args:
-            target_delta: δ in [0, 1].
-
-        Returns:
-            The bound. It is 0 if δ is below about 1e-14 for each round, which is the error of the
-            Fourier transform. None for rounds with blankets.
-        """
-        events, counts = tuple(self._counts), tuple(self._counts.values())
-        if not events or not self._are_private(events):
-            return 0.0  # without noise δ may still be small: by the coins
-        if any(event.blankets for event in events):
-            return None  # blankets hide more than is counted on here
-        profiles = [_lower_profile(event, self._sigma(event)) for event in events]
-        return epsilon_from_below(profiles, counts, self._prices.mesh(events, counts), target_delta)
-
 
 def _law_of(event: Shuffled, sigma: float, lower: bool, least: float = USUAL_LEAST) -> BoundedLaw:
     """The law of Σ Z."""
@@ -123,18 +100,6 @@ def round_profile(
     forward = np.minimum(forward, one.forward(epsilons))
     reverse = np.minimum(reverse, one.reverse(epsilons))
     return epsilons, forward, np.minimum(reverse, _all_low(event, sigma, epsilons))
-
-
-@functools.lru_cache(maxsize=64)
-def _lower_profile(event: Shuffled, sigma: float) -> LowerProfile:
-    """A lower bound of the profile of P against Q."""
-    if sigma < LEAST_SIGMA:
-        return LowerProfile(np.zeros(1), np.zeros(1))
-    law = _law_of(event, sigma, lower=True)
-    ratios = 1.0 + law.places / event.users
-    ratios = ratios[ratios > math.exp(-MAX_LOSS)]
-    values = law.call(event.users * (ratios - 1.0)) / event.users
-    return LowerProfile(np.log(ratios), values)
 
 
 def _losses(law: BoundedLaw, users: int) -> FloatArray:

@@ -137,9 +137,7 @@ class _Prices(NamedTuple):
         profile = Profile.enveloping(*self.accountant(self.relation)._profile(event, least))
         return profile, profile.spread()
 
-    def mesh(
-        self, events: Iterable[Shuffled], counts: Sequence[int], least: float = USUAL_LEAST
-    ) -> float:
+    def mesh(self, events: Iterable[Shuffled], counts: Sequence[int], least: float) -> float:
         """One mesh for all these rounds, from the mean variance of a loss.
 
         It is wider where the sum of all losses reaches far.

@@ -1,20 +1,24 @@
-"""How far `blanket` may be above the truth: lower bounds of the same pair, of sums and of ε.
+"""How far `blanket` and `pld` may be above the truth: lower bounds of the same pair, of sums and ε.
 
-docs/theory/blanket.md, section 6, proves them.
+Proofs: docs/theory/blanket.md, section 6, and docs/theory/gaussian.md, section 5.
 """
 
+import functools
 import math
 from unittest import mock
 
 import numpy as np
+from lower_profile import LowerProfile, epsilon_from_below
 
-from shufl.accounting import BlanketAccountant
+from shufl.accounting import BlanketAccountant, PldAccountant
 from shufl.accounting.accountants.blanket import divergence_of
+from shufl.accounting.accountants.pld import _report
 from shufl.accounting.numerics import jump_sum
+from shufl.accounting.numerics.graded_law import law_of_sum
 from shufl.accounting.numerics.jump_counts import PoissonCount
-from shufl.accounting.numerics.loss_pmf import MAX_LOSS
-from shufl.accounting.numerics.lower_profile import LowerProfile, epsilon_from_below
+from shufl.accounting.numerics.loss_pmf import MAX_LOSS, USUAL_LEAST
 from shufl.accounting.numerics.worst_pairs import _next_loss, pairs_of
+from shufl.protocol import FixedSize
 
 LEAST_SURE = 1e-16
 
@@ -78,8 +82,30 @@ class BlanketFromBelow(BlanketAccountant):
     def epsilon_lower_bound(self, target_delta):
         events, counts = tuple(self._counts), tuple(self._counts.values())
         profiles = [lower_profile(event, self.neighboring_relation) for event in events]
-        mesh = self._prices.mesh(events, counts)
+        mesh = self._prices.mesh(events, counts, USUAL_LEAST)
         return epsilon_from_below(profiles, counts, mesh, target_delta)
+
+
+class PldFromBelow(PldAccountant):
+    """`pld` of noisy rounds without blankets, which also has a lower bound, by one direction."""
+
+    def epsilon_lower_bound(self, target_delta):
+        events, counts = tuple(self._counts), tuple(self._counts.values())
+        profiles = [profile_of_the_pair(event, self._sigma(event)) for event in events]
+        mesh = self._prices.mesh(events, counts, USUAL_LEAST)
+        return epsilon_from_below(profiles, counts, mesh, target_delta)
+
+
+@functools.cache
+def profile_of_the_pair(event, sigma):
+    """A lower bound of the homogeneous pair's profile, P against Q, by the graded law."""
+    rate, terms = event.chance, event.users
+    if isinstance(event.participation, FixedSize):
+        rate, terms = 1.0, event.participation.reports
+    law = law_of_sum(_report(rate, sigma), terms, 100, lower=True)
+    ratios = 1.0 + law.places / event.users
+    ratios = ratios[ratios > math.exp(-MAX_LOSS)]
+    return LowerProfile(np.log(ratios), law.call(event.users * (ratios - 1.0)) / event.users)
 
 
 def lower_profile(event, relation):

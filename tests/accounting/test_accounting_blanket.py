@@ -318,15 +318,6 @@ def test_odd_rounds_cost_little_more_than_the_lower_bound(event, rounds, delta, 
     assert least <= accountant.get_epsilon(delta) < over * least
 
 
-def test_a_lower_bound_holds_for_the_rounds_that_took_place():
-    # `pld` knows the pair without blankets: with them less is lost than it bounds from below.
-    hidden = check_in(5, 1.0, 2.0, 50.0)
-    assert accounting.make_accountant("pld").compose(hidden, 3).epsilon_lower_bound(0.01) is None
-    # Without noise a rare check-in still keeps δ below its own chance.
-    bare = check_in(5, 1e-4, 0.0, 5.0)
-    assert accounting.make_accountant("pld").compose(bare).epsilon_lower_bound(0.01) == 0
-
-
 def test_tables_say_who_does_not_count_on_the_blankets():
     event = check_in(50, 0.5, 2.0, 20.0)
     for row in accounting.price(event, 3, "replace", 1e-3):

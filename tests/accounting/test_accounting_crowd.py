@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from accounting_oracles import density, measured_among_many, measured_deltas, placements
 from dp_accounting import NeighboringRelation
+from from_below import PldFromBelow
 
 from nights import by_night
 from rounds import check_in, everyone, fixed_size
@@ -170,7 +171,7 @@ PAPER = check_in(60_000, 0.1, 5.0)
 )
 def test_reference_values_above_the_homogeneous_pair(event, relation, rounds, delta, most):
     epsilon = CrowdAccountant(relation).epsilon_after(event, delta, rounds)
-    pair = accounting.PldAccountant(relation).compose(event, rounds).epsilon_lower_bound(delta)
+    pair = PldFromBelow(relation).compose(event, rounds).epsilon_lower_bound(delta)
     assert 0 < pair < epsilon <= most * 1.01
 
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
+from from_below import PldFromBelow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lower_profile import LowerProfile
 from scipy import special, stats
 
 from nights import by_night
@@ -17,7 +19,6 @@ from shufl import accounting
 from shufl.accounting.accountants.pld import PldAccountant, round_profile
 from shufl.accounting.accountants.renyi import CheckInRdpAccountant
 from shufl.accounting.numerics.gaussian_divergence import log_gaussian_delta
-from shufl.accounting.numerics.lower_profile import LowerProfile
 from shufl.protocol import CheckIn, GaussianMechanism
 
 pytestmark = pytest.mark.slow
@@ -26,9 +27,7 @@ REPLACE, ZERO_OUT = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE
 
 
 def spent(event, rounds=1):
-    accountant = PldAccountant(ZERO_OUT)
-    accountant.compose(event, rounds)
-    return accountant
+    return PldFromBelow(ZERO_OUT).compose(event, rounds)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_a_replaced_record_costs_what_one_of_half_the_noise_costs(event, rounds,
     halved = attrs.evolve(
         event, mechanism=GaussianMechanism(noise_multiplier=event.mechanism.noise_multiplier / 2)
     )
-    accountant = PldAccountant(REPLACE).compose(event, rounds)
+    accountant = PldFromBelow(REPLACE).compose(event, rounds)
     found = accountant.get_epsilon(1e-5)
     assert found == spent(halved, rounds).get_epsilon(1e-5) == pytest.approx(epsilon, rel=1e-4)
     assert found / 1.0002 <= accountant.epsilon_lower_bound(1e-5) <= found
@@ -183,7 +182,7 @@ def test_many_users_are_the_central_subsampled_gaussian(users, rate, rounds):
 
 
 def test_rounds_may_differ():
-    accountant = PldAccountant(ZERO_OUT)
+    accountant = PldFromBelow(ZERO_OUT)
     events = [check_in(5000, 0.1, 1.0), everyone(800, 3.0), fixed_size(4000, 300, 0.8)]
     for count, event in enumerate(events, start=2):
         accountant.compose(event, count)
@@ -227,7 +226,7 @@ def test_a_profile_never_lies_below_a_sampled_direction():
     ],
 )
 def test_the_bound_is_tight_with_few_users_and_little_noise(relation, event, rounds):
-    accountant = PldAccountant(relation).compose(event, rounds)
+    accountant = PldFromBelow(relation).compose(event, rounds)
     lower = accountant.epsilon_lower_bound(1e-5)
     assert 0.0 < lower <= accountant.get_epsilon(1e-5) <= 1.002 * lower
 

@@ -79,18 +79,16 @@ def account_command(
         )
         if run is not None:
             too_few = too_few_present(plan, records, rounds)
-            table = epsilon_table(plan, rounds, too_few, lower=True)
+            table = epsilon_table(plan, rounds, too_few)
             found = [row for row in table if row.name in names]
         else:
-            found = priced(rounds, lower=True)
+            found = priced(rounds)
         curves: dict[str, list[float | None]] = {}
         for point in points if plot is not None else ():
             for row in priced(point):
                 curves.setdefault(row.name, []).append(row.epsilon)
     options.warn_of_delta(plan.check_in_rate, rounds, plan.delta)
     rows = epsilon_rows(found)
-    for row in found:
-        rows[row.name]["lower_bound"] = row.lower
     theirs = epsilon_rows(EpsilonRow(it.name, it.epsilons[-1], it.covers, None) for it in others)
     curves |= {each.name: [*each.epsilons] for each in others if plot is not None}
     title = f"ε at δ = {rounded_up(plan.delta)}, {plan.adjacency}"

@@ -2,12 +2,10 @@
 
 import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
-from shufl.accounting.numerics import FloatArray
 from shufl.accounting.numerics.loss_pmf import MAX_LOSS, lower_hull
 
 _MAX_POINTS = 2**18
@@ -24,7 +22,7 @@ class LowerProfile:
     the pair.
     """
 
-    def __init__(self, losses: FloatArray, values: FloatArray) -> None:
+    def __init__(self, losses, values):
         """Takes the corners: the bound is linear in α between them.
 
         `losses` are log α, increasing, and `values` the bound at them, both of shape (K,). Where
@@ -35,7 +33,7 @@ class LowerProfile:
         reach = losses[self._values > np.maximum(-np.expm1(losses), 0.0) + _NEGLIGIBLE]
         self._reach = float(np.max(np.abs(reach))) if reach.size else 0.0
 
-    def distribution(self, interval: float) -> privacy_loss_distribution.PrivacyLossDistribution:
+    def distribution(self, interval):
         """Returns the loss of a pair whose profile lies below, on a grid of this mesh."""
         half = min(math.ceil(self._reach / interval) + 1, _MAX_POINTS)
         ratios = np.exp(np.arange(-half, half + 1) * interval)
@@ -65,9 +63,7 @@ class LowerProfile:
         )
 
 
-def epsilon_from_below(
-    profiles: Sequence[LowerProfile], counts: Sequence[int], interval: float, delta: float
-) -> float:
+def epsilon_from_below(profiles, counts, interval, delta):
     """Returns a lower bound of ε at `delta` of c_i rounds of kind i, composed on a grid.
 
     It is at most 700, since e^ε overflows beyond.
