@@ -80,19 +80,6 @@ class LocalAccountant(ProfileShuffleAccountant):
             return most
         return min(super()._epsilon(counts, delta), most)
 
-    def usual_epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        """Returns a lower bound of ε that needs no composition; 0 if there is none.
-
-        In rounds of one kind a user takes part at least ⌊γT⌋ times with probability 1/2 or more,
-        and δ grows with each time.
-        """
-        shift = self._always({e: math.floor(_own_rate(e) * count) for e, count in counts.items()})
-        if not (0.0 < shift < math.inf and delta > 0.0):
-            return 0.0
-        if len(counts) > -math.log2(delta):
-            return 0.0
-        return gaussian_epsilon(shift, delta * 2.0 ** len(counts))
-
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
         shift = self._always(counts)
         if not (0.0 < shift < math.inf and epsilon < math.inf):
@@ -126,10 +113,8 @@ class AmplifiedAccountant(ProfileShuffleAccountant):
     least_noise: ClassVar[float] = 0.0
 
     def _epsilon(self, counts: dict[Shuffled, int], delta: float) -> float:
-        alone, found = LocalAccountant(self.neighboring_relation), super()._epsilon(counts, delta)
-        if found <= alone.usual_epsilon(counts, delta):
-            return found
-        return min(found, alone._epsilon(counts, delta))
+        alone = LocalAccountant(self.neighboring_relation)
+        return min(super()._epsilon(counts, delta), alone._epsilon(counts, delta))
 
     def _delta(self, counts: dict[Shuffled, int], epsilon: float) -> float:
         alone = LocalAccountant(self.neighboring_relation)
