@@ -67,8 +67,7 @@ class FlowerEngine:
     repeats_releases = True
 
     def __init__(self, experiment: Experiment):
-        """Checks what `check` does, and with sums the noise of nodes."""
-        self.check(experiment.config, experiment.parameters)
+        """Checks the noise of nodes, with sums."""
         nodes = experiment.config.simulation.nodes
         experiment.plan.check_dimension(experiment.parameters, experiment.plan.users // nodes)
         self.description = f"flower on {nodes} nodes, gradients by {self.gradients}"

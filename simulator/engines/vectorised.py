@@ -64,9 +64,8 @@ class VectorisedEngine:
     nodes = "simulated"
 
     def __init__(self, experiment: Experiment):
-        """Checks the machine and the configuration, and tries the model."""
+        """Tries the model, and with sums the noise of nodes."""
         keys = experiment.config.simulation
-        self.check(experiment.config, experiment.parameters)
         experiment.plan.check_dimension(experiment.parameters)
         self.gradients, chunk = _method(experiment, keys)
         computation = Computation(self.gradients, experiment.local_training, keys.precision)

@@ -22,8 +22,7 @@ from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan_fields import CheckInRate
 from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
-from shufl.results.engine_interface import engine_of
-from shufl.results.experiment import begin_anew, prepare
+from shufl.results.experiment import begin_anew, prepare_simulation
 from shufl.results.run import Run
 from shufl.results.run_folder import MetricsError, provenance, read_rows
 from shufl.server import CheckpointError
@@ -64,9 +63,7 @@ def play(point: Point, folder: Path, threads: int) -> None:
 def check(point: Point) -> None:
     """Checks that a point can be played."""
     if point.trainer in ("shufl", "central-users"):
-        config = point.config if point.trainer == "shufl" else trusted(point.config)
-        engine = engine_of(config.simulation.engine)
-        engine(prepare(config, engine.check))
+        prepare_simulation(point.config if point.trainer == "shufl" else trusted(point.config))
     else:
         _trainer(point)
 

@@ -26,8 +26,7 @@ from shufl.learning.tasks import CLASSIFICATION, Task
 from shufl.learning.your_code import your_code
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine_interface import engine_of
-from shufl.results.experiment import optimiser, prepare
+from shufl.results.experiment import optimiser, prepare_simulation
 from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.report_sum import cut
 from shufl.simulator.engines.user_gradients import clipped_sum_of_updates, ready_for
@@ -217,9 +216,10 @@ class UserReference:
         """
         # A reference needs a plan, but whatever an accountant says of it is not used.
         privacy = config.privacy.model_copy(update=_ANY_PLAN)
-        self._experiment = experiment = prepare(config.model_copy(update={"privacy": privacy}))
-        self._engine = engine_of("vectorised")(experiment)
-        self._records = experiment.load_users().to(config.simulation.device)
+        config = config.model_copy(update={"privacy": privacy})
+        self._engine: Any
+        self._experiment, self._engine = prepare_simulation(config)
+        self._records = self._experiment.load_users().to(config.simulation.device)
 
     def train(self) -> dict[str, Any]:
         """Trains; see `Trainer`."""
