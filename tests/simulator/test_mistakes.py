@@ -194,33 +194,6 @@ def test_in_a_plan_on_the_command_line(refusal, command, message):
     assert message in refusal(*command.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["plan", "--users", "9"], "plan is called calibrate now"),
-        (["compare"], "compare is called account now"),
-        (["account", "--n", "9"], "--n is called --users now"),
-        (["account", "--n=9"], "--n is called --users now"),
-        (["audit", "--gamma", "1"], "--gamma is called --check-in-rate now"),
-        (["calibrate", "--noise", "1"], "--noise is called --noise-multiplier now"),
-        (["account", "--blankets", "1"], "--blankets is called --shuffler-blankets now"),
-        (["histogram", "a.csv", "--epsilon", "1"], "--epsilon is called --target-epsilon now"),
-        (
-            ["run", "quickstart", "--gamma", "1"],
-            "No such option '--gamma'. Give --set privacy.check_in_rate=…",
-        ),
-        (["run", "quickstart", "--n", "9"], "No such option '--n'. Give --set data.users=…"),
-    ],
-)
-def test_a_former_name(refusal, arguments, message):
-    assert refusal(*arguments) == message
-
-
-def test_a_former_name_of_an_option_that_another_command_had(refusal):
-    said = refusal("account", "--epsilon", "1")
-    assert said.startswith("No such option '--epsilon'.") and "--target-epsilon" not in said
-
-
 @pytest.mark.parametrize("content", [b"name = ", b"[privacy]\ncheck_in_rate = 0,5\n", b"\xff\xfe"])
 def test_in_toml(refusal, content):
     Path("run.toml").write_bytes(content)

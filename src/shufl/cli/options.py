@@ -206,35 +206,8 @@ def print_error(error: BaseException) -> None:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, click.ClickException):
-        text = _named_now(error)
+        text = error.format_message()
     typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
-
-
-_NAMED_NOW = {
-    **{"plan": "calibrate", "compare": "account"},
-    **{"--n": "--users", "--gamma": "--check-in-rate", "--noise": "--noise-multiplier"},
-    **{"--blankets": "--shuffler-blankets", "--epsilon": "--target-epsilon"},
-}
-"""Commands and options of 0.1.0, and what they are called now."""
-
-
-def _named_now(error: click.ClickException) -> str:
-    """What is wrong with a command; of a former name, what it is called now.
-
-    Only an option that the command has is named; a command with `--set` has it as a key.
-    """
-    said = error.format_message()
-    words = [word.strip("'.") for word in said.split()] if said.startswith("No such ") else []
-    old = next((word for word in words if word in _NAMED_NOW), None)
-    if old is None:
-        return said
-    new, context = _NAMED_NOW[old], getattr(error, "ctx", None)
-    options = [name for each in context.command.params for name in each.opts] if context else [new]
-    if new in options or not new.startswith("--"):
-        return f"{old} is called {new} now"
-    key = new.removeprefix("--").replace("-", "_")
-    section = "data" if key == "users" else "privacy"
-    return f"{said.split('.')[0]}. Give --set {section}.{key}=…" if "--set" in options else said
 
 
 _EXTRAS = {
