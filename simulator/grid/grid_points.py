@@ -12,7 +12,6 @@ from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field, ValidationError
-from pydantic_core import to_json
 
 from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config
@@ -126,19 +125,25 @@ def _by_another(point: Point) -> dict[str, Any]:
         return usual | trainer.train() | {"seconds": time.monotonic() - begun}
 
 
-def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
+def write_result(folder: Path, point: Point, came_to: dict[str, Any], strict: bool = True) -> None:
     """Writes a point's `result.json`, which `read_result` gives back.
+
+    Args:
+        folder: of the point.
+        point: whose result it is.
+        came_to: the result.
+        strict: whether a number must not be given as text.
 
     Raises:
         ValueError: `came_to` is not what a `ResultFile` has, beside the point.
     """
     result = {"series": point.series, "value": point.value, "seed": point.seed} | came_to
     try:
-        ResultFile.model_validate(result)
+        checked = ResultFile.model_validate(result, strict=strict)
     except ValidationError as error:
         raise ValueError(first_mistake(error, ResultFile)) from None
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / _RESULT, to_json(result, indent=2, inf_nan_mode="null") + b"\n")
+    write_whole(folder / _RESULT, checked.model_dump_json(indent=2).encode() + b"\n")
 
 
 class ResultFile(Record):
@@ -147,20 +152,20 @@ class ResultFile(Record):
     series: str
     value: int | float | str
     seed: int
-    score_name: str
     score: Annotated[float, Field(allow_inf_nan=False, description="a number")]
-    loss: Annotated[float, Field(allow_inf_nan=False, description="a number")] | None
+    loss: Annotated[float, Field(allow_inf_nan=False, description="a number")] | None = None
     rounds: Annotated[int, Field(ge=0, description="a whole number, at least 0")]
-    delta: Probability | None
+    delta: Probability | None = None
     check_in_rate: CheckInRate
     noise_multiplier: NotNegative
     shuffler_blankets: NotNegative
     central_noise: NotNegative = 0.0  # older results have none
     seconds: NotNegative
+    score_name: str
     adjacency: str
     accountant: str
     command: str
-    commit: str
+    commit: str = ""
     date: str = ""  # older results have none
     rests_on: str = ""  # older results have none, nor have those without code and data of one's own
     epsilon: dict[str, NotNegative | None]
