@@ -147,11 +147,8 @@ class RunResult:
 
 OnRound = Callable[[RunResult, nn.Module], Any]
 
-_STANDS_FOR: dict[str, dict[str, Any]] = {
-    "dataset": {"data.dataset": "object:dataset"},
-    "model": {"model.name": "object:model", "model.options": {}},
-}
-"""Placeholders in a configuration, until the objects given as arguments replace them."""
+_STANDS_FOR = {"dataset": ("data.dataset",), "model": ("model.name", "model.options")}
+"""The keys of a configuration in whose place an object stands; the first has its name."""
 
 
 def run(
@@ -207,18 +204,17 @@ def run(
     folder = config.parent if isinstance(config, Path) else Path()
     make_importable([folder, Path.cwd()])
     given = {"dataset": dataset, "model": model}
-    for argument, stands_for in _STANDS_FOR.items():
+    for argument, keys in _STANDS_FOR.items():
         if given[argument] is None:
             continue
-        section = next(iter(stands_for)).partition(".")[0]
         for key in changes:
-            if str(key).strip().startswith(tuple(stands_for)) or key == section:
+            if str(key).strip().startswith(keys) or key == keys[0].partition(".")[0]:
                 raise ConfigError(
                     f"changes must not have {key}: the argument {argument}= stands for it"
                 )
-        changes |= stands_for
+        changes |= dict.fromkeys(keys, "") | {keys[0]: f"object:{_name_of(given[argument])}"}
     source = config if isinstance(config, Mapping) else str(config)
-    loaded = _with(load(source, changes), _carried(dataset, model))
+    loaded = _with_objects(load(source, changes), dataset, model)
     return _train(Run.new(loaded, runs, Console(quiet=not progress)), on_round)
 
 
@@ -364,39 +360,21 @@ def _check_on_round(on_round: Any) -> None:
 
 
 def _with_objects(config: Config, dataset: GivenDataset, model: GivenModel) -> Config:
-    """A run's configuration, with objects in the places of those that it had."""
-    objects = _carried(dataset, model)
-    for key, given in objects.items():
-        section, name = key.split(".")
-        named = getattr(getattr(config, section), name)
-        if not is_carried(named):
-            raise ConfigError(f"{key} of this run is {named}, not an object")
-        objects[key] = Carried(named, given.value)
-    return _with(config, objects)
-
-
-def _carried(dataset: GivenDataset, model: GivenModel) -> dict[str, Carried]:
-    """The objects that stand in place of names, by the names' keys."""
-    carried = {}
-    if dataset is not None:
-        name = _name_of(dataset)
-        if callable(dataset):
-            with your_code(f"dataset {name} could not be made", quote=()):
-                dataset = dataset()
-        carried["data.dataset"] = Carried(name, dataset)
-    if model is not None:
-        carried["model.name"] = Carried(_name_of(model), model)
-    return carried
+    """The configuration with the objects in it, in the places that have an object's name."""
+    for section, key, given in (("data", "dataset", dataset), ("model", "name", model)):
+        if given is None:
+            continue
+        name = getattr(getattr(config, section), key)
+        if not is_carried(str(name)):
+            raise ConfigError(f"{section}.{key} of this run is {name}, not an object")
+        value = given
+        if key == "dataset" and callable(given):
+            with your_code(f"dataset {_name_of(given)} could not be made", quote=()):
+                value = given()
+        changed = getattr(config, section).model_copy(update={key: Carried(name, value)})
+        config = config.model_copy(update={section: changed})
+    return config
 
 
 def _name_of(thing: Any) -> str:
     return str(getattr(thing, "__qualname__", type(thing).__name__))
-
-
-def _with(config: Config, objects: Mapping[str, Carried]) -> Config:
-    """The configuration with the objects in it."""
-    for key, carried in objects.items():
-        section, name = key.split(".")
-        changed = getattr(config, section).model_copy(update={name: carried})
-        config = config.model_copy(update={section: changed})
-    return config

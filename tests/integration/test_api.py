@@ -66,7 +66,8 @@ def bytes_of_a_message(changes):
     from shufl.simulator.engines.flower import FlowerEngine
     from shufl.results.experiment import prepare
 
-    config = api._with(load("quickstart", changes), api._carried(data(), Net))
+    names = {"data.dataset": "object:data", "model.name": "object:Net"}
+    config = api._with_objects(load("quickstart", changes | names), data(), Net)
     experiment = prepare(config)
     settings = FlowerEngine(experiment)._client_settings("run", [], Path("ledgers"))
     before = len(cloudpickle.dumps(settings))
