@@ -13,7 +13,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS
-from shufl.learning.config import dumps
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import first_mistake
 from shufl.results.plots import draw
@@ -60,8 +59,6 @@ def page_of_grid(folder: Path) -> str:
     results = finished(points, folder)
     plot = image(plot_results, grid, [result for _, result in results]) if results else ""
     sections = _sections(grid, points, results, stored["failed"], plot)
-    if results:
-        sections.append(_configurations(grid, results))
     return render("page.html", grid.title, folder.resolve().name, sections)
 
 
@@ -166,13 +163,6 @@ def _sections(
         if lines:
             sections.append({"title": title, "lines": lines})
     return sections
-
-
-def _configurations(grid: Grid, finished: list[tuple[Point, Result]]) -> Part:
-    """The configuration of each series' first run; the table of `write_rows` has those of all."""
-    first = {point.series: dumps(point.config).strip() for point, _ in reversed(finished)}
-    files = [(each.name, first[each.name]) for each in grid.series if each.name in first]
-    return {"title": "Configurations", "note": "Of each series' first run.", "files": files}
 
 
 def score_table(grid: Grid, results: list[Result]) -> Table:
