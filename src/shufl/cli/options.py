@@ -210,27 +210,14 @@ def print_error(error: BaseException) -> None:
     typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
 
 
-_EXTRAS = {
-    "shufl node": "node",
-    **dict.fromkeys(
-        ["shufl provision", "shufl register", "shufl rehearse", "shufl status"], "server"
-    ),
-}
-_BROUGHT = {
-    *("flwr", "jinja2", "matplotlib", "ray"),
-    *("scikit-learn", "tensorboard", "torch", "torchvision"),
-}
+_OF_SERVERS = {"shufl provision", "shufl register", "shufl rehearse", "shufl status"}
 
 
 def missing_extra(error: ModuleNotFoundError, what: str) -> ImportError:
-    """What to install for a command, or a name of `shufl`, whose import failed.
-
-    Raises:
-        ModuleNotFoundError: the same; no extra brings that module.
-    """
-    package, extra = str(error.name).partition(".")[0], _EXTRAS.get(what, "simulation")
-    if package not in _BROUGHT:
-        raise error
+    """What to install for a command, or a name of `shufl`, whose import failed."""
+    package = str(error.name).partition(".")[0]
+    extra = "server" if what in _OF_SERVERS else "simulation"
+    extra = "node" if what == "shufl node" else extra
     return ImportError(
         f"{what} needs {package}, which is not installed: pip install 'shufl[{extra}]'"
     )
