@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import inspect
 import json
@@ -46,11 +45,7 @@ GivenDataset = Dataset | Callable[[], Dataset] | None
 GivenModel = nn.Module | Callable[..., nn.Module] | None
 
 
-class _Stop(enum.Enum):
-    STOP = "stop"
-
-
-STOP: Final = _Stop.STOP
+STOP: Final = object()
 """What `on_round` returns to stop a run after the round."""
 
 
@@ -196,10 +191,10 @@ def run(
         KeyboardInterrupt: a signal ended the run in order; `resume` goes on with it.
     """
     if not isinstance(config, Mapping):
-        config = _path("config", config)
+        config = Path(config)
     if not (changes is None or isinstance(changes, Mapping)):
         raise ConfigError(f"changes must be a dict of values by section.key, got {changes!r}")
-    changes, runs = dict(changes or {}), _path("runs", runs)
+    changes, runs = dict(changes or {}), Path(runs)
     _check_on_round(on_round)
     folder = config.parent if isinstance(config, Path) else Path()
     make_importable([folder, Path.cwd()])
@@ -244,7 +239,7 @@ def resume(
         LedgerError, MetricsError: a file of the folder is damaged.
         EngineFailed, RoundFailed, ShufflerError, TimeoutError, KeyboardInterrupt: as for `run`.
     """
-    folder = _path("folder", folder)
+    folder = Path(folder)
     make_importable([Path.cwd()])
     config = _with_objects(config_of(folder), dataset, model)
     _check_on_round(on_round)
@@ -276,7 +271,7 @@ def load_run(
         LedgerError, MetricsError: there is no ledger, a file is damaged, or the ledger lacks
             rounds.
     """
-    folder = _path("folder", folder).absolute()
+    folder = Path(folder).absolute()
     make_importable([Path.cwd()])
     config = _with_objects(config_of(folder), dataset, model)
     ledger, rows = read_run(folder)
@@ -315,8 +310,8 @@ def grid(
         RuntimeError: some runs failed; the page says why, and the others are kept.
         KeyboardInterrupt: a signal came; the same call goes on with the grid.
     """
-    make_importable([_path("source", source).parent, Path.cwd()])
-    results = _path("results", results)
+    make_importable([Path(source).parent, Path.cwd()])
+    results = Path(results)
     rows, page, failed = play_grid(str(source), results, None, cpus, Console(quiet=not progress))
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows) + len(failed)} runs failed, see {page}")
@@ -340,12 +335,6 @@ def _train(run: Run, on_round: OnRound | None) -> RunResult:
         raise KeyboardInterrupt(f"shufl.resume goes on with the run in {run.folder}")
     score = ended.metrics[run.experiment.task.score]
     return result(ended.rounds, score=score, stopped_by=ended.stopped_by)
-
-
-def _path(name: str, given: Any) -> Path:
-    if not isinstance(given, str | Path):
-        raise ConfigError(f"{name} must be a path, got {given!r}")
-    return Path(given)
 
 
 def _check_on_round(on_round: Any) -> None:
