@@ -116,11 +116,7 @@ def _trainer(point: Point) -> Trainer:
 
 def _by_another(point: Point) -> dict[str, Any]:
     privacy, trainer, begun = point.config.privacy, _trainer(point), time.monotonic()
-    usual: dict[str, Any] = {
-        "loss": None, "rounds": privacy.rounds, "check_in_rate": privacy.check_in_rate,
-        "epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–",
-        "noise_multiplier": 0.0, "shuffler_blankets": 0.0, "central_noise": 0.0,
-    }  # fmt: skip
+    usual = {"rounds": privacy.rounds, "check_in_rate": privacy.check_in_rate}
     with your_code(f"trainer {point.trainer} did not tell what came of it"):
         return usual | trainer.train() | {"seconds": time.monotonic() - begun}
 
@@ -147,7 +143,10 @@ def write_result(folder: Path, point: Point, came_to: dict[str, Any], strict: bo
 
 
 class ResultFile(Record):
-    """What `result.json` has."""
+    """What `result.json` has; by default nothing is promised.
+
+    Older results lack what came later. `rests_on` is empty without code and data of one's own.
+    """
 
     series: str
     value: int | float | str
@@ -157,18 +156,18 @@ class ResultFile(Record):
     rounds: Annotated[int, Field(ge=0, description="a whole number, at least 0")]
     delta: Probability | None = None
     check_in_rate: CheckInRate
-    noise_multiplier: NotNegative
-    shuffler_blankets: NotNegative
-    central_noise: NotNegative = 0.0  # older results have none
+    noise_multiplier: NotNegative = 0.0
+    shuffler_blankets: NotNegative = 0.0
+    central_noise: NotNegative = 0.0
     seconds: NotNegative
     score_name: str
-    adjacency: str
-    accountant: str
+    adjacency: str = "–"
+    accountant: str = "–"
     command: str
     commit: str = ""
-    date: str = ""  # older results have none
-    rests_on: str = ""  # older results have none, nor have those without code and data of one's own
-    epsilon: dict[str, NotNegative | None]
+    date: str = ""
+    rests_on: str = ""
+    epsilon: dict[str, NotNegative | None] = Field(default_factory=dict)
     versions: dict[str, str]
 
 
