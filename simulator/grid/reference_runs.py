@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from typing import Any
@@ -163,8 +162,6 @@ def _check(config: Config, records: int, owned: bool) -> None:
             "data.users must be left out with trainer central, which protects single records: a "
             f"user of several would be protected less than by us; got {users} for {records} records"
         )
-    if importlib.util.find_spec("opacus") is None:
-        raise ConfigError("trainer central needs Opacus: pip install opacus")
 
 
 _GAUSSIAN = {"mechanism": "gaussian", "categories": None, "local_epsilon": None}
