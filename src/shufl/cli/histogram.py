@@ -101,8 +101,7 @@ def histogram_command(
             if user_column is not None:
                 by = f"by column {user_column}: one of each one's rows counts, at random, of "
                 by += f"{spaced(rows_there)} in all"
-            with options.naming_flags():
-                plan, note = plan_for(users, len(names), **given, accountant=cast(Any, accountant))
+            plan, note = plan_for(users, len(names), **given, accountant=cast(Any, accountant))
             found = simulate(counts, plan, seed, one_each=user_column is None)
         found = found.consistent() if consistent else found
         rows = epsilon_rows(epsilon_table(plan, 1, too_few))

@@ -103,25 +103,12 @@ def group(about: str) -> typer.Typer:
     )
 
 
-@contextmanager
-def naming_flags() -> Iterator[None]:
-    """Lets a mistake in a plan's value name the option that gave it."""
-    try:
-        yield
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        if name not in _VALUES:
-            raise
-        raise ValueError(f"{flag_of(name)} {_sayable(rest)}") from None
-
-
 def open_plan(given: dict[str, Any]) -> OpenPlan:
     """The plan of the options that were given; all others are open, or have their defaults."""
     from shufl.accounting import OpenPlan
 
     cover = {"cover": True} if given.get("mixing") == "sum" else {}
-    with naming_flags():
-        return OpenPlan(**cover | given)
+    return OpenPlan(**cover | given)
 
 
 def whole_plan(given: dict[str, Any]) -> PrivacyPlan:
