@@ -66,7 +66,7 @@ def _option_of(name: str, defaults: dict[str, Any]) -> inspect.Parameter:
     """The option of a plan's value, as a parameter of a command's function."""
     field, flags = _VALUES[name], [flag_of(name), *(["-n"] if name == "users" else [])]
     default, is_flag = defaults.get(name, field.default), field.annotation is bool
-    words = "" if is_flag else f": {_sayable(field.description or words_of(field.annotation))}"
+    words = "" if is_flag else f": {field.description or words_of(field.annotation)}"
     known = is_flag or default in (None, PydanticUndefined)
     says = f"{field.title}{words}." + ("" if known else f" Default: {default}.")
     about: dict[str, Any] = {} if is_flag else {"parser": _value, "metavar": "VALUE"}
@@ -89,11 +89,6 @@ def _value(text: str) -> Any:
 def flag_of(name: str) -> str:
     """The option that gives a plan's value."""
     return f"--{name}".replace("_", "-")
-
-
-def _sayable(words: str) -> str:
-    """What a value may be, without what an option cannot say."""
-    return words.replace('"least-error" or ', "", 1).replace(" or left out", "", 1)
 
 
 def group(about: str) -> typer.Typer:
