@@ -64,7 +64,8 @@ def plan_options(
 
 def _option_of(name: str, defaults: dict[str, Any]) -> inspect.Parameter:
     """The option of a plan's value, as a parameter of a command's function."""
-    field, flags = _VALUES[name], [flag_of(name), *(["-n"] if name == "users" else [])]
+    field, flag = _VALUES[name], f"--{name}".replace("_", "-")
+    flags = [flag, "-n"] if name == "users" else [flag]
     default, is_flag = defaults.get(name, field.default), field.annotation is bool
     words = "" if is_flag else f": {field.description or words_of(field.annotation)}"
     known = is_flag or default in (None, PydanticUndefined)
@@ -84,11 +85,6 @@ def _value(text: str) -> Any:
         except ValueError:
             pass
     return text
-
-
-def flag_of(name: str) -> str:
-    """The option that gives a plan's value."""
-    return f"--{name}".replace("_", "-")
 
 
 def group(about: str) -> typer.Typer:
@@ -112,7 +108,7 @@ def whole_plan(given: dict[str, Any]) -> PrivacyPlan:
         given = {"accountant": "sum-central"} | given  # the users need no noise
     plan = open_plan(given)
     for name in plan.open:
-        raise ValueError(f"{flag_of(name)} is missing; shufl calibrate finds what is left out")
+        raise ValueError(f"{name} is missing; shufl calibrate finds what is left out")
     return plan.closed()
 
 
