@@ -19,7 +19,7 @@ class EngineFailed(RuntimeError):
 class Engine(Protocol):
     """Plays the rounds of a run; `ENGINES` has the engines by name.
 
-    To make an engine from an experiment is also the check whether it can run it.
+    An engine is made from an experiment that its `check` has let pass.
 
     Attributes:
         description: one line for the start of a run and for its summary.
@@ -38,12 +38,12 @@ class Engine(Protocol):
         """Gets ready to run an experiment.
 
         Raises:
-            ConfigError: this engine cannot run it, or not on this machine.
+            ConfigError: this engine cannot run it, which only a trial of the model shows.
         """
 
     @staticmethod
     def check(config: Config, parameters: int) -> None:
-        """Refuses what this engine, or this machine, cannot run; `__init__` refuses it too.
+        """Refuses what this engine, or this machine, cannot run.
 
         Args:
             config: with the number of users decided.

@@ -25,6 +25,7 @@ from shufl.learning.tasks import Form, Task, load_task
 from shufl.learning.your_code import Carried, find, is_carried, your_code
 from shufl.protocol import shuffler_of
 from shufl.protocol.validation import ConfigError
+from shufl.results.engine_interface import Engine, engine_of
 from shufl.server import MakeAggregator, Mean, Optimiser
 from shufl.shuffler import usual_sealing
 
@@ -192,6 +193,17 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
         together=together,
         unused=unused,
     )
+
+
+def prepare_simulation(config: Config) -> tuple[Experiment, Engine]:
+    """An experiment that the engine of its configuration has checked, and the engine.
+
+    Raises:
+        ConfigError: as `prepare`; or the engine cannot run it, or not on this machine.
+    """
+    make_engine = engine_of(config.simulation.engine)
+    experiment = prepare(config, make_engine.check)
+    return experiment, make_engine(experiment)
 
 
 def initial_model(config: Config) -> nn.Module:

@@ -33,8 +33,8 @@ from shufl.protocol import GaussianMechanism, RoundRecord
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
 from shufl.protocol.text import rounded_down, rounded_up
-from shufl.results.engine_interface import Engine, engine_of
-from shufl.results.experiment import Experiment, prepare
+from shufl.results.engine_interface import Engine
+from shufl.results.experiment import Experiment, prepare, prepare_simulation
 from shufl.results.interrupts import interrupts
 from shufl.results.plots import plot_score_epsilon
 from shufl.results.progress import RoundProgress
@@ -85,9 +85,7 @@ class Run:
             ConfigError: before any work.
         """
         runs = runs.absolute()  # your code may change to another folder
-        make_engine = engine_of(config.simulation.engine)
-        experiment = prepare(config, make_engine.check)
-        engine = make_engine(experiment)
+        experiment, engine = prepare_simulation(config)
         return cls(make_folder(runs, experiment), experiment, engine, console)
 
     @classmethod
@@ -111,9 +109,7 @@ class Run:
         if make_engine is not None:  # a server's process loads no engine of a simulation
             experiment = prepare(config)
             return cls(folder, experiment, make_engine(experiment), console)
-        usual = engine_of(config.simulation.engine)
-        experiment = prepare(config, usual.check)
-        return cls(folder, experiment, usual(experiment), console)
+        return cls(folder, *prepare_simulation(config), console)
 
     @usual_settings()
     def train(self, on_round: OnRound = lambda model: False) -> RunEnd:

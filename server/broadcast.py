@@ -137,7 +137,10 @@ def broadcast(
 def _reason(text: str | None) -> str:
     """The message of a client's exception without what Flower wraps around it, in one line."""
     if re.match(rf"<class 'ray\.exceptions\.({_DIED})Error'", str(text)):
-        return "a Ray worker died"
+        return (
+            "a Ray worker died (killed, or out of memory; a higher simulation.cpus_per_node has "
+            "fewer nodes at work at once)"
+        )
     inner = str(text).rpartition("Message: ")[2]
     inner = inner[: 10 * _REASON_CHARACTERS]  # a node may send megabytes
     inner = re.sub(r"^<class '[\w.]+'>:<'", "", inner).removesuffix("'>")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -91,23 +91,16 @@ def response_of(plan: PrivacyPlan) -> RandomisedResponse:
 
 
 def plan_for(
-    users: int,
-    categories: int,
-    target_epsilon: float,
-    delta: float,
-    check_in_rate: float = 1.0,
-    accountant: AccountantName = "blanket",
-    local_epsilon: float | None = None,
+    users: int, categories: int, accountant: AccountantName = "blanket", **given: Any
 ) -> tuple[PrivacyPlan, str | None]:
     """The plan of one round with about the least error that the target allows.
 
     Args:
         users: n.
         categories: k, at least 2.
-        target_epsilon, delta: of the round.
-        check_in_rate: γ.
         accountant: prices the round. Without blankets, if it does not count them.
-        local_epsilon: ε₀ of a report. Default: the best one.
+        given: `target_epsilon`, `delta`, `check_in_rate`, and `local_epsilon`, ε₀ of a report,
+            unless that is to be found.
 
     Returns:
         The plan, and its `unused_note`.
@@ -118,22 +111,19 @@ def plan_for(
     counts = ACCOUNTANTS[accountant].counts_on_blankets
     asked = OpenPlan(
         users=users,
-        check_in_rate=check_in_rate,
         mechanism="randomised-response",
         categories=categories,
-        local_epsilon=local_epsilon,
         rounds=1,
-        delta=delta,
-        target_epsilon=target_epsilon,
         minimum_batch=1,
         shuffler_blankets="least-error" if counts else 0.0,
         accountant=accountant,
+        **given,
     )
     plan = calibrate(asked)
-    if not asked.open and (costs := plan.epsilon()) > target_epsilon:
+    if not asked.open and (costs := plan.epsilon()) > plan.target_epsilon:
         raise ValueError(
-            f"local_epsilon must be smaller for ε {target_epsilon:g}: by {accountant}, "
-            f"{local_epsilon:g} costs {costs:.4g}"
+            f"local_epsilon must be smaller for ε {plan.target_epsilon:g}: by {accountant}, "
+            f"{given['local_epsilon']:g} costs {costs:.4g}"
         )
     return plan, unused_note(asked, plan)
 

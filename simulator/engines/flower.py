@@ -47,13 +47,6 @@ if TYPE_CHECKING:
 _START_SECONDS = 600.0  # for nodes to start and load their data, at least
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
 
-_ADVICE = {
-    "a Ray worker died": " (killed, or out of memory; a higher simulation.cpus_per_node has fewer "
-    "nodes at work at once)",
-    "no answer within": ", which is simulation.round_timeout",
-}
-"""What to say of why a node failed."""
-
 
 class FlowerEngine:
     """Plays rounds by messages: Flower nodes, real shuffler processes, sealed reports.
@@ -67,8 +60,7 @@ class FlowerEngine:
     repeats_releases = True
 
     def __init__(self, experiment: Experiment):
-        """Checks what `check` does, and with sums the noise of nodes."""
-        self.check(experiment.config, experiment.parameters)
+        """Checks the noise of nodes, with sums."""
         nodes = experiment.config.simulation.nodes
         experiment.plan.check_dimension(experiment.parameters, experiment.plan.users // nodes)
         self.description = f"flower on {nodes} nodes, gradients by {self.gradients}"
@@ -111,9 +103,7 @@ class FlowerEngine:
             try:
                 return self._play(training, observe, stop, shufflers, ledgers)
             except NodeFailed as error:
-                advice = next((each for why, each in _ADVICE.items() if why in str(error)), "")
-                resume = f"shufl run --resume {folder} goes on"
-                raise RoundFailed(f"{error}{advice}; {resume}") from error
+                raise RoundFailed(f"{error}; shufl run --resume {folder} goes on") from error
 
     def _shuffler(self, folder: Path, number: int) -> ShufflerProcess:
         """One shuffler, with an authority of its own: it serves its own users alone."""

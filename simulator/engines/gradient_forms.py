@@ -105,12 +105,8 @@ class Products:
         The weight's is of shape (groups * q * p,), and the bias's of shape (groups * q,).
         """
         scaled = self.output_gradients * weights[:, None, None, None]
-        if scaled.shape[1] == 1:  # faster so
-            total = scaled.flatten(0, 2).mT @ self.inputs.flatten(0, 2)
-        else:
-            g, a = (x.transpose(0, 1).flatten(1, 2) for x in (scaled, self.inputs))
-            total = g.mT @ a
-        yield _in_order(total.flatten(), self.kernel)
+        g, a = (x.transpose(0, 1).flatten(1, 2) for x in (scaled, self.inputs))
+        yield _in_order((g.mT @ a).flatten(), self.kernel)
         if self.bias:
             yield scaled.sum((0, 2)).flatten()
 

@@ -106,11 +106,9 @@ def _start(
         ray.get(done if stop.is_set() else ready, timeout=0)
         return workers
     except GetTimeoutError as error:
-        free = ray.available_resources()
         raise EngineFailed(
-            f"Ray did not start {len(ends)} workers of one CPU and {needs['num_gpus']:g} GPUs each "
-            f"within {_START_SECONDS:g} s; {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} "
-            "GPUs are free"
+            f"Ray did not start {len(ends)} workers within {_START_SECONDS:g} s; others may use "
+            "its CPUs or GPUs"
         ) from error
     except Exception as error:
         raise EngineFailed(f"Ray did not start: {_cause(error)}") from error

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shufl.learning import (
     LocalTraining,
@@ -192,17 +191,15 @@ def fastest_method(
     model = copy.deepcopy(model)
     with seeded(0):
         x, y = (each.reshape(len(few), most, *each.shape[1:]) for each in longest)
-        with _Types() as types:
-            agrees = agrees_one_by_one(model, x, y, training)
+        agrees = agrees_one_by_one(model, x, y, training)
         if training.algorithm != "fedsgd" or np.ptp(sizes):
             unequal = np.resize([most, 1, most // 2 + 1], len(few))
             agrees &= agrees_one_by_one(model, x, y, training, unequal)
     if not agrees:
-        why = "draws random numbers, rounds, or lets records of a batch change each other's scores"
-        if types.short:
-            why = f"computes in {min(types.short)}, which rounds users together in another way"
         raise RuntimeError(
-            f"users computed together get other updates than one by one: the model {why}"
+            "users computed together get other updates than one by one: the model draws random "
+            "numbers, rounds (as bfloat16 does), or lets records of a batch change each other's "
+            "scores"
         )
 
     def attempt(method: Method) -> None:
@@ -221,22 +218,6 @@ def fastest_method(
         return "book-keeping" if _agrees(exact, Together(x, y, sizes), training) else "vmap"
     except Exception:  # whatever a model does that the layers' formulas do not expect
         return "vmap"
-
-
-class _Types(TorchDispatchMode):
-    """While entered, notes the types with fewer digits than float32 that torch computes in."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.short: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.is_floating_point() and made.itemsize < 4:
-            self.short.add(str(made.dtype).removeprefix("torch."))
-        return made
 
 
 def _worth(device: str) -> int:

@@ -64,9 +64,8 @@ class VectorisedEngine:
     nodes = "simulated"
 
     def __init__(self, experiment: Experiment):
-        """Checks the machine and the configuration, and tries the model."""
+        """Tries the model, and with sums the noise of nodes."""
         keys = experiment.config.simulation
-        self.check(experiment.config, experiment.parameters)
         experiment.plan.check_dimension(experiment.parameters)
         self.gradients, chunk = _method(experiment, keys)
         computation = Computation(self.gradients, experiment.local_training, keys.precision)
@@ -107,7 +106,15 @@ class VectorisedEngine:
                 f'simulation.noise must be "aggregate" with engine vectorised and {what}, '
                 f'got "{keys.noise}"'
             )
-        _check_machine(keys)
+        if keys.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f'simulation.device must be "cpu" here: torch {torch.__version__} finds no CUDA '
+                'device, got "cuda"'
+            )
+        if keys.workers > 1:
+            from shufl.simulator.engines.ray_workers import needs_of_a_worker
+
+            needs_of_a_worker(keys.device, keys.workers)
 
     def run(self, training: TrainingSettings, observe: Observe, stop: threading.Event) -> RunEnd:
         """Plays all rounds in this thread."""
@@ -129,20 +136,6 @@ class VectorisedEngine:
         from shufl.simulator.engines.ray_workers import ray_workers
 
         return ray_workers(self.settings, records, folder / "ray.log", stop)
-
-
-def _check_machine(keys: VectorisedKeys) -> None:
-    """Refuses a device, a cluster or a number of Ray workers that this machine does not have."""
-    if keys.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f'simulation.device must be "cpu" here: torch {torch.__version__} finds no CUDA '
-            'device, got "cuda"'
-        )
-    if keys.workers == 1:
-        return
-    from shufl.simulator.engines.ray_workers import needs_of_a_worker
-
-    needs_of_a_worker(keys.device, keys.workers)
 
 
 def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:

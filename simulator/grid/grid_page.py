@@ -13,7 +13,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS
-from shufl.learning.config import dumps
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import first_mistake
 from shufl.results.plots import draw
@@ -60,8 +59,6 @@ def page_of_grid(folder: Path) -> str:
     results = finished(points, folder)
     plot = image(plot_results, grid, [result for _, result in results]) if results else ""
     sections = _sections(grid, points, results, stored["failed"], plot)
-    if results:
-        sections.append(_configurations(grid, results))
     return render("page.html", grid.title, folder.resolve().name, sections)
 
 
@@ -168,13 +165,6 @@ def _sections(
     return sections
 
 
-def _configurations(grid: Grid, finished: list[tuple[Point, Result]]) -> Part:
-    """The configuration of each series' first run; the table of `write_rows` has those of all."""
-    first = {point.series: dumps(point.config).strip() for point, _ in reversed(finished)}
-    files = [(each.name, first[each.name]) for each in grid.series if each.name in first]
-    return {"title": "Configurations", "note": "Of each series' first run.", "files": files}
-
-
 def score_table(grid: Grid, results: list[Result]) -> Table:
     """Mean and range of each series at each value."""
     rows = [[grid.label, *map(shown, grid.values)]]
@@ -248,21 +238,19 @@ def _first_epsilons(results: list[Result]) -> list[tuple[float | None, str]]:
     An accountant that does not price all of these runs has no number.
     """
     halts = results[0]["accountant"]
-    priced = {
-        name: max(result["epsilon"][name] for result in results)
-        for name in results[0]["epsilon"]
-        if all(result["epsilon"].get(name) is not None for result in results)
-    }
-    return [
-        (priced[name], f"{epsilon_text(priced[name])} ({name})") if name in priced else (None, "–")
-        for name in (halts, for_every_pair(priced))
-    ]
+    largest = {name: _largest_epsilon(results, name) for name in results[0]["epsilon"]}
+    told = []
+    for name in (halts, for_every_pair(largest)):
+        epsilon = None if name is None else largest.get(name)
+        by = "" if epsilon is None else f" ({name})"
+        told.append((epsilon, f"{epsilon_text(epsilon)}{by}"))
+    return told
 
 
 def _largest_epsilon(results: list[Result], accountant: str) -> float | None:
-    """The largest ε by an accountant; None if it has none for a result that asks for it."""
-    given = [each["epsilon"][accountant] for each in results if accountant in each["epsilon"]]
-    return None if None in given else max(given, default=None)
+    """The largest ε by an accountant; None if it does not price one of the results."""
+    given = [each["epsilon"].get(accountant) for each in results]
+    return None if None in given else max(given)
 
 
 def _coverage_table(results: list[Result]) -> Table:

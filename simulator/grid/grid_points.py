@@ -12,7 +12,6 @@ from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field, ValidationError
-from pydantic_core import to_json
 
 from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config
@@ -22,8 +21,7 @@ from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan_fields import CheckInRate
 from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
-from shufl.results.engine_interface import engine_of
-from shufl.results.experiment import begin_anew, prepare
+from shufl.results.experiment import begin_anew, prepare_simulation
 from shufl.results.run import Run
 from shufl.results.run_folder import MetricsError, provenance, read_rows
 from shufl.server import CheckpointError
@@ -64,9 +62,7 @@ def play(point: Point, folder: Path, threads: int) -> None:
 def check(point: Point) -> None:
     """Checks that a point can be played."""
     if point.trainer in ("shufl", "central-users"):
-        config = point.config if point.trainer == "shufl" else trusted(point.config)
-        engine = engine_of(config.simulation.engine)
-        engine(prepare(config, engine.check))
+        prepare_simulation(point.config if point.trainer == "shufl" else trusted(point.config))
     else:
         _trainer(point)
 
@@ -120,53 +116,58 @@ def _trainer(point: Point) -> Trainer:
 
 def _by_another(point: Point) -> dict[str, Any]:
     privacy, trainer, begun = point.config.privacy, _trainer(point), time.monotonic()
-    usual: dict[str, Any] = {
-        "loss": None, "rounds": privacy.rounds, "check_in_rate": privacy.check_in_rate,
-        "epsilon": {}, "delta": None, "adjacency": "–", "accountant": "–",
-        "noise_multiplier": 0.0, "shuffler_blankets": 0.0, "central_noise": 0.0,
-    }  # fmt: skip
+    usual = {"rounds": privacy.rounds, "check_in_rate": privacy.check_in_rate}
     with your_code(f"trainer {point.trainer} did not tell what came of it"):
         return usual | trainer.train() | {"seconds": time.monotonic() - begun}
 
 
-def write_result(folder: Path, point: Point, came_to: dict[str, Any]) -> None:
+def write_result(folder: Path, point: Point, came_to: dict[str, Any], strict: bool = True) -> None:
     """Writes a point's `result.json`, which `read_result` gives back.
+
+    Args:
+        folder: of the point.
+        point: whose result it is.
+        came_to: the result.
+        strict: whether a number must not be given as text.
 
     Raises:
         ValueError: `came_to` is not what a `ResultFile` has, beside the point.
     """
     result = {"series": point.series, "value": point.value, "seed": point.seed} | came_to
     try:
-        ResultFile.model_validate(result)
+        checked = ResultFile.model_validate(result, strict=strict)
     except ValidationError as error:
         raise ValueError(first_mistake(error, ResultFile)) from None
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / _RESULT, to_json(result, indent=2, inf_nan_mode="null") + b"\n")
+    write_whole(folder / _RESULT, checked.model_dump_json(indent=2).encode() + b"\n")
 
 
 class ResultFile(Record):
-    """What `result.json` has."""
+    """What `result.json` has; by default nothing is promised.
+
+    Older results lack what came later. `rests_on` is empty without code and data of one's own.
+    """
 
     series: str
     value: int | float | str
     seed: int
-    score_name: str
     score: Annotated[float, Field(allow_inf_nan=False, description="a number")]
-    loss: Annotated[float, Field(allow_inf_nan=False, description="a number")] | None
+    loss: Annotated[float, Field(allow_inf_nan=False, description="a number")] | None = None
     rounds: Annotated[int, Field(ge=0, description="a whole number, at least 0")]
-    delta: Probability | None
+    delta: Probability | None = None
     check_in_rate: CheckInRate
-    noise_multiplier: NotNegative
-    shuffler_blankets: NotNegative
-    central_noise: NotNegative = 0.0  # older results have none
+    noise_multiplier: NotNegative = 0.0
+    shuffler_blankets: NotNegative = 0.0
+    central_noise: NotNegative = 0.0
     seconds: NotNegative
-    adjacency: str
-    accountant: str
+    score_name: str
+    adjacency: str = "–"
+    accountant: str = "–"
     command: str
-    commit: str
-    date: str = ""  # older results have none
-    rests_on: str = ""  # older results have none, nor have those without code and data of one's own
-    epsilon: dict[str, NotNegative | None]
+    commit: str = ""
+    date: str = ""
+    rests_on: str = ""
+    epsilon: dict[str, NotNegative | None] = Field(default_factory=dict)
     versions: dict[str, str]
 
 

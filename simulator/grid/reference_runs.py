@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from typing import Any
@@ -26,8 +25,7 @@ from shufl.learning.tasks import CLASSIFICATION, Task
 from shufl.learning.your_code import your_code
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine_interface import engine_of
-from shufl.results.experiment import optimiser, prepare
+from shufl.results.experiment import optimiser, prepare_simulation
 from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.report_sum import cut
 from shufl.simulator.engines.user_gradients import clipped_sum_of_updates, ready_for
@@ -164,8 +162,6 @@ def _check(config: Config, records: int, owned: bool) -> None:
             "data.users must be left out with trainer central, which protects single records: a "
             f"user of several would be protected less than by us; got {users} for {records} records"
         )
-    if importlib.util.find_spec("opacus") is None:
-        raise ConfigError("trainer central needs Opacus: pip install opacus")
 
 
 _GAUSSIAN = {"mechanism": "gaussian", "categories": None, "local_epsilon": None}
@@ -217,9 +213,10 @@ class UserReference:
         """
         # A reference needs a plan, but whatever an accountant says of it is not used.
         privacy = config.privacy.model_copy(update=_ANY_PLAN)
-        self._experiment = experiment = prepare(config.model_copy(update={"privacy": privacy}))
-        self._engine = engine_of("vectorised")(experiment)
-        self._records = experiment.load_users().to(config.simulation.device)
+        config = config.model_copy(update={"privacy": privacy})
+        self._engine: Any
+        self._experiment, self._engine = prepare_simulation(config)
+        self._records = self._experiment.load_users().to(config.simulation.device)
 
     def train(self) -> dict[str, Any]:
         """Trains; see `Trainer`."""

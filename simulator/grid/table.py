@@ -17,10 +17,8 @@ from shufl.simulator.grid.definition import Point
 from shufl.simulator.grid.grid_points import ResultFile, read_result, write_result
 
 _POINT = ("series", "value", "seed", "digest")
-_OTHERS = {"epsilon", "versions", "rests_on"}
-_COLUMNS = {key: field for key, field in ResultFile.model_fields.items() if key not in _OTHERS}
-_WORDS = [key for key, field in _COLUMNS.items() if key not in _POINT and field.annotation is str]
-_NUMBERS = [key for key in _COLUMNS if key not in (*_POINT, *_WORDS)]
+_OTHERS = {*_POINT, "epsilon", "versions", "rests_on"}
+_TOLD = [key for key in ResultFile.model_fields if key not in _OTHERS]
 _EPSILON, _VERSIONS = "epsilon_", "versions"
 
 
@@ -29,7 +27,7 @@ def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> N
     rows = [
         {
             **{key: getattr(point, key) for key in _POINT},
-            **{key: result.get(key) for key in (*_NUMBERS, *_WORDS)},
+            **{key: result.get(key) for key in _TOLD},
             _VERSIONS: " ".join(f"{key}={value}" for key, value in result["versions"].items()),
             **{f"{_EPSILON}{name}": value for name, value in result["epsilon"].items()},
             "trainer": point.trainer,
@@ -37,7 +35,7 @@ def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> N
         }
         for point, result in results
     ]
-    heads = dict.fromkeys([*_POINT, *_NUMBERS, *_WORDS, _VERSIONS, *itertools.chain(*rows)])
+    heads = dict.fromkeys([*_POINT, *_TOLD, _VERSIONS, *itertools.chain(*rows)])
     table = io.StringIO()
     writer = csv.DictWriter(table, list(heads))
     writer.writeheader()
@@ -59,8 +57,7 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            needed = (key for key, field in _COLUMNS.items() if field.is_required())
-            missing = {*needed, "digest", _VERSIONS}.difference(reader.fieldnames or ())
+            missing = {*_POINT, "score", _VERSIONS}.difference(reader.fieldnames or ())
             rows = {(row["series"], row["digest"]): row for row in reader if not missing}
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be a table that shufl experiment wrote: {error}") from error
@@ -74,21 +71,18 @@ def take_over_rows(path: Path, points: Sequence[Point], folder: Path) -> None:
         if row is None or own or read_result(folder / point.key) is not None:
             continue
         try:
-            write_result(folder / point.key, point, _came_to(row))
+            write_result(folder / point.key, point, _came_to(row), strict=False)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: the row of {point} is damaged: {one_line(error)}") from error
 
 
 def _came_to(row: dict[str, str]) -> dict[str, Any]:
-    """The result that `write_rows` made this row of."""
-    return {
-        **{key: float(row[key]) if row[key] else None for key in _NUMBERS if key in row},
-        **{key: row.get(key, "") for key in _WORDS},
-        "rounds": int(row["rounds"]),
-        "epsilon": {
-            key.removeprefix(_EPSILON): float(text) if text else None
-            for key, text in row.items()
-            if key.startswith(_EPSILON)
-        },
-        _VERSIONS: dict(each.split("=", 1) for each in row[_VERSIONS].split()),
+    """The result that `write_rows` made this row of, as text; an empty cell stands for none."""
+    told = {key: row[key] for key in _TOLD if row.get(key)}
+    epsilons = {
+        key.removeprefix(_EPSILON): text or None
+        for key, text in row.items()
+        if key.startswith(_EPSILON)
     }
+    versions = dict(each.split("=", 1) for each in row[_VERSIONS].split())
+    return told | {"epsilon": epsilons, _VERSIONS: versions}

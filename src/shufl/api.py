@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import inspect
 import json
@@ -46,11 +45,7 @@ GivenDataset = Dataset | Callable[[], Dataset] | None
 GivenModel = nn.Module | Callable[..., nn.Module] | None
 
 
-class _Stop(enum.Enum):
-    STOP = "stop"
-
-
-STOP: Final = _Stop.STOP
+STOP: Final = object()
 """What `on_round` returns to stop a run after the round."""
 
 
@@ -147,11 +142,8 @@ class RunResult:
 
 OnRound = Callable[[RunResult, nn.Module], Any]
 
-_STANDS_FOR: dict[str, dict[str, Any]] = {
-    "dataset": {"data.dataset": "object:dataset"},
-    "model": {"model.name": "object:model", "model.options": {}},
-}
-"""Placeholders in a configuration, until the objects given as arguments replace them."""
+_STANDS_FOR = {"dataset": ("data.dataset",), "model": ("model.name", "model.options")}
+"""The keys of a configuration in whose place an object stands; the first has its name."""
 
 
 def run(
@@ -199,26 +191,25 @@ def run(
         KeyboardInterrupt: a signal ended the run in order; `resume` goes on with it.
     """
     if not isinstance(config, Mapping):
-        config = _path("config", config)
+        config = Path(config)
     if not (changes is None or isinstance(changes, Mapping)):
         raise ConfigError(f"changes must be a dict of values by section.key, got {changes!r}")
-    changes, runs = dict(changes or {}), _path("runs", runs)
+    changes, runs = dict(changes or {}), Path(runs)
     _check_on_round(on_round)
     folder = config.parent if isinstance(config, Path) else Path()
     make_importable([folder, Path.cwd()])
     given = {"dataset": dataset, "model": model}
-    for argument, stands_for in _STANDS_FOR.items():
+    for argument, keys in _STANDS_FOR.items():
         if given[argument] is None:
             continue
-        section = next(iter(stands_for)).partition(".")[0]
         for key in changes:
-            if str(key).strip().startswith(tuple(stands_for)) or key == section:
+            if str(key).strip().startswith(keys) or key == keys[0].partition(".")[0]:
                 raise ConfigError(
                     f"changes must not have {key}: the argument {argument}= stands for it"
                 )
-        changes |= stands_for
+        changes |= dict.fromkeys(keys, "") | {keys[0]: f"object:{_name_of(given[argument])}"}
     source = config if isinstance(config, Mapping) else str(config)
-    loaded = _with(load(source, changes), _carried(dataset, model))
+    loaded = _with_objects(load(source, changes), dataset, model)
     return _train(Run.new(loaded, runs, Console(quiet=not progress)), on_round)
 
 
@@ -248,7 +239,7 @@ def resume(
         LedgerError, MetricsError: a file of the folder is damaged.
         EngineFailed, RoundFailed, ShufflerError, TimeoutError, KeyboardInterrupt: as for `run`.
     """
-    folder = _path("folder", folder)
+    folder = Path(folder)
     make_importable([Path.cwd()])
     config = _with_objects(config_of(folder), dataset, model)
     _check_on_round(on_round)
@@ -280,7 +271,7 @@ def load_run(
         LedgerError, MetricsError: there is no ledger, a file is damaged, or the ledger lacks
             rounds.
     """
-    folder = _path("folder", folder).absolute()
+    folder = Path(folder).absolute()
     make_importable([Path.cwd()])
     config = _with_objects(config_of(folder), dataset, model)
     ledger, rows = read_run(folder)
@@ -319,8 +310,8 @@ def grid(
         RuntimeError: some runs failed; the page says why, and the others are kept.
         KeyboardInterrupt: a signal came; the same call goes on with the grid.
     """
-    make_importable([_path("source", source).parent, Path.cwd()])
-    results = _path("results", results)
+    make_importable([Path(source).parent, Path.cwd()])
+    results = Path(results)
     rows, page, failed = play_grid(str(source), results, None, cpus, Console(quiet=not progress))
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows) + len(failed)} runs failed, see {page}")
@@ -346,12 +337,6 @@ def _train(run: Run, on_round: OnRound | None) -> RunResult:
     return result(ended.rounds, score=score, stopped_by=ended.stopped_by)
 
 
-def _path(name: str, given: Any) -> Path:
-    if not isinstance(given, str | Path):
-        raise ConfigError(f"{name} must be a path, got {given!r}")
-    return Path(given)
-
-
 def _check_on_round(on_round: Any) -> None:
     """Refuses what cannot be called with a result and a model."""
     try:
@@ -364,39 +349,21 @@ def _check_on_round(on_round: Any) -> None:
 
 
 def _with_objects(config: Config, dataset: GivenDataset, model: GivenModel) -> Config:
-    """A run's configuration, with objects in the places of those that it had."""
-    objects = _carried(dataset, model)
-    for key, given in objects.items():
-        section, name = key.split(".")
-        named = getattr(getattr(config, section), name)
-        if not is_carried(named):
-            raise ConfigError(f"{key} of this run is {named}, not an object")
-        objects[key] = Carried(named, given.value)
-    return _with(config, objects)
-
-
-def _carried(dataset: GivenDataset, model: GivenModel) -> dict[str, Carried]:
-    """The objects that stand in place of names, by the names' keys."""
-    carried = {}
-    if dataset is not None:
-        name = _name_of(dataset)
-        if callable(dataset):
-            with your_code(f"dataset {name} could not be made", quote=()):
-                dataset = dataset()
-        carried["data.dataset"] = Carried(name, dataset)
-    if model is not None:
-        carried["model.name"] = Carried(_name_of(model), model)
-    return carried
+    """The configuration with the objects in it, in the places that have an object's name."""
+    for section, key, given in (("data", "dataset", dataset), ("model", "name", model)):
+        if given is None:
+            continue
+        name = getattr(getattr(config, section), key)
+        if not is_carried(str(name)):
+            raise ConfigError(f"{section}.{key} of this run is {name}, not an object")
+        value = given
+        if key == "dataset" and callable(given):
+            with your_code(f"dataset {_name_of(given)} could not be made", quote=()):
+                value = given()
+        changed = getattr(config, section).model_copy(update={key: Carried(name, value)})
+        config = config.model_copy(update={section: changed})
+    return config
 
 
 def _name_of(thing: Any) -> str:
     return str(getattr(thing, "__qualname__", type(thing).__name__))
-
-
-def _with(config: Config, objects: Mapping[str, Carried]) -> Config:
-    """The configuration with the objects in it."""
-    for key, carried in objects.items():
-        section, name = key.split(".")
-        changed = getattr(config, section).model_copy(update={name: carried})
-        config = config.model_copy(update={section: changed})
-    return config

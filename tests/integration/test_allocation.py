@@ -12,10 +12,8 @@ from shufl.clients import SimulatedLedger, client_app
 from shufl.learning.config import load
 from shufl.protocol.mechanisms import allocated, simulated_allocation_key
 from shufl.protocol.validation import ConfigError
-from shufl.results.experiment import prepare
+from shufl.results.experiment import prepare_simulation
 from shufl.simulator.canary import check_end_to_end
-from shufl.simulator.engines.flower import FlowerEngine
-from shufl.simulator.engines.vectorised import VectorisedEngine
 
 EVERY = 3
 ALLOCATION = {
@@ -78,7 +76,7 @@ def test_every_user_reports_once_in_each_block(tmp_path):
 def test_a_simulation_needs_a_seed_that_a_resumed_run_has_again(engine):
     chosen = load("quickstart", [*SETTINGS, "seed=system", f"simulation.engine={engine}"])
     with pytest.raises(ConfigError, match="seed must be a number with privacy"):
-        {"flower": FlowerEngine, "vectorised": VectorisedEngine}[engine](prepare(chosen))
+        prepare_simulation(chosen)
 
 
 @pytest.mark.slow

@@ -258,9 +258,9 @@ def test_a_table_gives_results_to_points_of_its_very_configuration_alone(tmp_pat
 @pytest.mark.parametrize(
     ("replaced", "message"),
     [
-        ({"0.25": "inf"}, "is damaged: score must be a number, got inf"),
-        ({"0.25": "nan"}, "is damaged: score must be a number, got nan"),
-        ({"0.25": ""}, "is damaged: score must be"),
+        ({"0.25": "inf"}, "is damaged: score must be a number, got 'inf'"),
+        ({"0.25": "nan"}, "is damaged: score must be a number, got 'nan'"),
+        ({"0.25": ""}, "is damaged: score is missing"),
         ({",2.0,": ",-2.0,"}, "is damaged: epsilon"),
         ({"series,": "serie,"}, "must be a table that shufl experiment wrote; it has no column"),
         ({"0123": 'x"' + "y" * 200_000}, "must be a table that shufl experiment wrote"),

@@ -49,7 +49,7 @@ def test_a_run_ends_with_the_shares_of_the_labels(tmp_path):
     unknown = in_process("histogram", folder)
     assert unknown.exit_code == 2
     assert unknown.stderr == (
-        f"error: {folder}/metrics.jsonl has no row that tells how many were present\n"
+        f"error: {folder} has released no histogram; its metrics.jsonl has its rounds\n"
     )
 
 

@@ -36,12 +36,11 @@ from shufl.learning.config import load
 from shufl.learning.parameters import sent
 from shufl.protocol.mechanisms import SeededRandomness
 from shufl.protocol.validation import ConfigError
-from shufl.results.experiment import prepare
+from shufl.results.experiment import prepare_simulation
 from shufl.results.run import Run
 from shufl.simulator.engines import ray_cluster
 from shufl.simulator.engines.ray_workers import divide, needs_of_a_worker, ray_workers
 from shufl.simulator.engines.report_sum import ReportSum
-from shufl.simulator.engines.vectorised import VectorisedEngine
 from warm import Warm
 
 HERE = Path(__file__).parent
@@ -55,7 +54,8 @@ SETTINGS = [
 def engine(folder, *overrides):
     """The vectorised engine of the tiny configuration."""
     config = load(str(tiny_config(folder, 4)), [VECTORISED, *overrides])
-    return VectorisedEngine(prepare(config))
+    _, made = prepare_simulation(config)
+    return made
 
 
 def with_workers(tmp_path, kills, **environment):

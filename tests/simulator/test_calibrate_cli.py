@@ -130,14 +130,13 @@ def test_a_target_that_is_not_used_up_is_told_in_one_line(command, edge):
         assert line.endswith(f"and the search goes no further than {edge}")
 
 
-def test_error_reports_and_bytes_of_a_round_are_those_of_the_users_and_the_blankets():
+def test_error_and_bytes_are_those_of_the_users_and_the_blankets():
     command = f"{SMALL} --rounds 20 --target-epsilon 15 --accountant local"
     command += " --shuffler-blankets 150"
     found = plan_of(f"{command} --dimension 10")
-    assert found["reports_a_round"] == pytest.approx(1000 * 0.3 + 150)
     noise = found["privacy"]["noise_multiplier"]
     expected = math.sqrt((noise**2 * (1 + 150 / 300) + 0.7 / 10) / 300)
-    assert found["mean_update_error"] == pytest.approx(expected)
+    assert found["run_error"] == pytest.approx(expected / math.sqrt(20))
     report = sealed_length(report_length(10))
     assert report > 10 * 4
     assert found["shuffler_bytes"] == pytest.approx(450 * report)
@@ -160,7 +159,7 @@ def test_noise_and_blankets_of_least_error_reach_the_headline():
     assert make_accountant("blanket").compose(event, 5540).get_epsilon(1 / 60_000) <= 1
     assert found["epsilon"] <= 1
     error = noise * math.sqrt((6000 + blankets) / 6000**2)
-    assert found["mean_update_error"] == pytest.approx(error)
+    assert found["run_error"] == pytest.approx(error / math.sqrt(5540))
     assert error <= 0.0151
 
 

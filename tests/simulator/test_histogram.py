@@ -28,7 +28,8 @@ def asked(*arguments):
 )
 def test_errors_are_what_they_are_said_to_be(accountant, rate, local):
     users = int(COUNTS.sum())
-    plan, _ = plan_for(users, len(COUNTS), 1.0, 1e-6, rate, accountant, local)
+    given = {"target_epsilon": 1.0, "delta": 1e-6, "check_in_rate": rate, "local_epsilon": local}
+    plan, _ = plan_for(users, len(COUNTS), accountant, **given)
     found = [simulate(COUNTS, plan, seed) for seed in range(400)]
     scores = np.array([(each.shares - COUNTS / users) / each.errors for each in found])
     np.testing.assert_allclose(scores.mean(axis=0), 0.0, atol=0.25)
@@ -40,7 +41,7 @@ def test_errors_are_what_they_are_said_to_be(accountant, rate, local):
 def test_errors_cover_users_of_several_records():
     """Each user has the same shares of the categories and reports of one drawn from them."""
     users, held = 2_000, np.array([0.5, 0.3, 0.2])
-    plan, _ = plan_for(users, 3, 4.0, 1e-6, 0.7)
+    plan, _ = plan_for(users, 3, target_epsilon=4.0, delta=1e-6, check_in_rate=0.7)
     draw, k = np.random.default_rng(8), 3
     expected = Histogram.of(held, plan).errors
     assert (expected > 1.1 * Histogram.of(held, plan, one_each=True).errors).all()
@@ -59,12 +60,9 @@ def test_errors_cover_users_of_several_records():
 @pytest.mark.nightly
 def test_blankets_err_less_than_answers_at_random():
     users = int(COUNTS.sum())
-    errors = [
-        float(
-            Histogram.of(COUNTS / users, plan_for(users, 5, 0.5, 1e-6, 1.0, name)[0]).errors.mean()
-        )
-        for name in ("blanket", "crowd", "local")
-    ]
+    asked = {"target_epsilon": 0.5, "delta": 1e-6, "check_in_rate": 1.0}
+    plans = [plan_for(users, 5, name, **asked)[0] for name in ("blanket", "crowd", "local")]
+    errors = [Histogram.of(COUNTS / users, plan).errors.mean() for plan in plans]
     assert errors[0] < errors[1] < errors[2]
 
 
@@ -144,9 +142,9 @@ WHOLE = "--categories A,B,C,D --column town --target-epsilon 1"
         (f"{WHOLE} --categories A,B,C", "line 997: column 'town' has a value that is not among"),
         (f"{WHOLE} --categories A,A", "--categories must be all different"),
         (f"{WHOLE} --categories A", "--categories must be at least 2, got 1"),
-        (f"{WHOLE} --local-epsilon 21", "--local-epsilon must be a number in [1e-9, 20], got 21"),
+        (f"{WHOLE} --local-epsilon 21", "local_epsilon must be a number in [1e-9, 20]"),
         (f"{WHOLE} --accountant local --local-epsilon 5",
-         "--local-epsilon must be smaller for ε 1: by local, 5 costs 4.999"),
+         "local_epsilon must be smaller for ε 1: by local, 5 costs 4.999"),
         (f"{WHOLE} --accountant pld", "--accountant must be"),
         (f"{WHOLE} --categories A,{'B' * 300}", "has a value that is not among --categories"),
     ],

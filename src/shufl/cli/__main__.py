@@ -10,7 +10,6 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 if __name__ == "__main__":
@@ -48,31 +47,23 @@ _COMMANDS = {
 """Where each command is. Only the module of the one that was given is imported."""
 
 
-class _Commands(Mapping[str, click.Command]):
-    """Imports a command, or a group of commands, when it is looked up."""
+class _Group(TyperGroup):
+    """The group of all commands, each of which is imported when it is looked up."""
 
-    def __getitem__(self, name: str) -> click.Command:
-        found = pkgutil.resolve_name(_COMMANDS[name])
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = dict.fromkeys(_COMMANDS, click.Command(None))  # the names are used
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        found = pkgutil.resolve_name(_COMMANDS[cmd_name])
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
             found.command()(function)
         command = typer.main.get_command(found)
-        command.name = name
+        command.name = cmd_name
         return command
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_COMMANDS)
-
-    def __len__(self) -> int:
-        return len(_COMMANDS)
-
-
-class _Group(TyperGroup):
-    """The group of all commands."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.commands = _Commands()  # type: ignore[assignment]  # nobody changes it
 
 
 app = typer.Typer(

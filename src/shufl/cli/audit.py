@@ -25,13 +25,6 @@ def audit_command(
         list[str] | None,
         typer.Option(help="Accountant to attack. Repeatable. Default: all that price the round."),
     ] = None,
-    placement: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Where the other users are: homogeneous, antipodal, opposite, equilateral, or "
-            "absent. Repeatable. Default: all."
-        ),
-    ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Draws of each world. Default: 100000.")
     ] = None,
@@ -60,9 +53,8 @@ def audit_command(
     """
     import numpy as np
 
-    from shufl.accounting import ACCOUNTANTS, accountants_for, check_accountant, make_accountant
-    from shufl.accounting.audit.adversary import PLACEMENTS
-    from shufl.accounting.audit.attack import check_claims, claims_something
+    from shufl.accounting import accountants_for, check_accountant, make_accountant
+    from shufl.accounting.audit.attack import check_claims
 
     if end_to_end is not None:
         checks = _end_to_end(end_to_end, epsilon, samples, confidence, seed)
@@ -74,20 +66,14 @@ def audit_command(
                     f"--users must be at most {_MOST_USERS} in an audit, got {plan.users}"
                 )
             event = plan.event()
-            at = placement or list(PLACEMENTS)
-            names = accountant or [
-                name
-                for name in accountants_for(event)
-                if any(claims_something(ACCOUNTANTS[name], where) for where in at)
-            ]
+            names = accountant or accountants_for(event)
             attacked = check_claims(
                 [make_accountant(check_accountant(name, event), plan.adjacency) for name in names],
                 event,
                 epsilon,
-                at,
-                100_000 if samples is None else samples,
-                confidence,
-                np.random.default_rng(seed),
+                samples=100_000 if samples is None else samples,
+                confidence=confidence,
+                rng=np.random.default_rng(seed),
             )
             checks = dict(zip(names, attacked, strict=True))
     if json:

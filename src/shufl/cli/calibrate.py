@@ -108,8 +108,8 @@ def _asked(given: dict[str, Any], accountant: str | None) -> OpenPlan:
     if not asked.open:
         raise ValueError("nothing is left out; shufl account says what a whole plan costs")
     if len(asked.open) > 1 and _NOISE.keys().isdisjoint(asked.open):
-        flags = ", ".join(map(options.flag_of, asked.open))
-        raise ValueError(f"with the noise given, only one of {flags} may be left out")
+        names = ", ".join(asked.open)
+        raise ValueError(f"with the noise given, only one of {names} may be left out")
     example_of(asked)
     return asked
 

@@ -101,8 +101,7 @@ def histogram_command(
             if user_column is not None:
                 by = f"by column {user_column}: one of each one's rows counts, at random, of "
                 by += f"{spaced(rows_there)} in all"
-            with options.naming_flags():
-                plan, note = plan_for(users, len(names), **given, accountant=cast(Any, accountant))
+            plan, note = plan_for(users, len(names), **given, accountant=cast(Any, accountant))
             found = simulate(counts, plan, seed, one_each=user_column is None)
         found = found.consistent() if consistent else found
         rows = epsilon_rows(epsilon_table(plan, 1, too_few))
@@ -174,21 +173,17 @@ def _of_run(folder: Path) -> tuple[PrivacyPlan, Histogram, bool, str]:
         raise ValueError(
             f"{folder} is a run of mechanism {plan.mechanism.name}, not of a histogram"
         )
-    if not ledger.entries or not (folder / "model.pt").exists():
-        raise ValueError(f"{folder} has released no histogram yet")
-    row = next(iter(rows), None)
-    if row is None:
-        raise ValueError(f"{folder}/metrics.jsonl has no row that tells how many were present")
-    if row["outcome"] != RoundOutcome.RELEASED:
-        raise ValueError(f"{folder} has released no histogram: its only round failed")
+    released = [row for row in rows if row["outcome"] == RoundOutcome.RELEASED]
+    if not released or not (folder / "model.pt").exists():
+        raise ValueError(f"{folder} has released no histogram; its metrics.jsonl has its rounds")
     config = load(str(folder / "config.toml"))
     try:
         scores = load_tensors(folder / "model.pt")["scores"].double().numpy()
     except Exception as error:  # of all the kinds that a damaged file can raise
         raise ValueError(f"{folder / 'model.pt'} is damaged: {type(error).__name__}") from None
     shares = scores + 1.0 / len(scores)
-    found = Histogram.of(shares, plan, row["users_present"], config.shuffler.number)
-    return plan, found, too_few_present(plan, [row], 1), config.data.users_by
+    found = Histogram.of(shares, plan, released[0]["users_present"], config.shuffler.number)
+    return plan, found, too_few_present(plan, rows, 1), config.data.users_by
 
 
 def _print(

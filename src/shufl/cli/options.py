@@ -64,9 +64,10 @@ def plan_options(
 
 def _option_of(name: str, defaults: dict[str, Any]) -> inspect.Parameter:
     """The option of a plan's value, as a parameter of a command's function."""
-    field, flags = _VALUES[name], [flag_of(name), *(["-n"] if name == "users" else [])]
+    field, flag = _VALUES[name], f"--{name}".replace("_", "-")
+    flags = [flag, "-n"] if name == "users" else [flag]
     default, is_flag = defaults.get(name, field.default), field.annotation is bool
-    words = "" if is_flag else f": {_sayable(field.description or words_of(field.annotation))}"
+    words = "" if is_flag else f": {field.description or words_of(field.annotation)}"
     known = is_flag or default in (None, PydanticUndefined)
     says = f"{field.title}{words}." + ("" if known else f" Default: {default}.")
     about: dict[str, Any] = {} if is_flag else {"parser": _value, "metavar": "VALUE"}
@@ -86,16 +87,6 @@ def _value(text: str) -> Any:
     return text
 
 
-def flag_of(name: str) -> str:
-    """The option that gives a plan's value."""
-    return f"--{name}".replace("_", "-")
-
-
-def _sayable(words: str) -> str:
-    """What a value may be, without what an option cannot say."""
-    return words.replace('"least-error" or ', "", 1).replace(" or left out", "", 1)
-
-
 def group(about: str) -> typer.Typer:
     """A command that has commands of its own."""
     return typer.Typer(
@@ -103,25 +94,12 @@ def group(about: str) -> typer.Typer:
     )
 
 
-@contextmanager
-def naming_flags() -> Iterator[None]:
-    """Lets a mistake in a plan's value name the option that gave it."""
-    try:
-        yield
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        if name not in _VALUES:
-            raise
-        raise ValueError(f"{flag_of(name)} {_sayable(rest)}") from None
-
-
 def open_plan(given: dict[str, Any]) -> OpenPlan:
     """The plan of the options that were given; all others are open, or have their defaults."""
     from shufl.accounting import OpenPlan
 
     cover = {"cover": True} if given.get("mixing") == "sum" else {}
-    with naming_flags():
-        return OpenPlan(**cover | given)
+    return OpenPlan(**cover | given)
 
 
 def whole_plan(given: dict[str, Any]) -> PrivacyPlan:
@@ -130,7 +108,7 @@ def whole_plan(given: dict[str, Any]) -> PrivacyPlan:
         given = {"accountant": "sum-central"} | given  # the users need no noise
     plan = open_plan(given)
     for name in plan.open:
-        raise ValueError(f"{flag_of(name)} is missing; shufl calibrate finds what is left out")
+        raise ValueError(f"{name} is missing; shufl calibrate finds what is left out")
     return plan.closed()
 
 
@@ -206,58 +184,18 @@ def print_error(error: BaseException) -> None:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, click.ClickException):
-        text = _named_now(error)
+        text = error.format_message()
     typer.echo(f"error: {one_line(text) or type(error).__name__}", err=True)
 
 
-_NAMED_NOW = {
-    **{"plan": "calibrate", "compare": "account"},
-    **{"--n": "--users", "--gamma": "--check-in-rate", "--noise": "--noise-multiplier"},
-    **{"--blankets": "--shuffler-blankets", "--epsilon": "--target-epsilon"},
-}
-"""Commands and options of 0.1.0, and what they are called now."""
-
-
-def _named_now(error: click.ClickException) -> str:
-    """What is wrong with a command; of a former name, what it is called now.
-
-    Only an option that the command has is named; a command with `--set` has it as a key.
-    """
-    said = error.format_message()
-    words = [word.strip("'.") for word in said.split()] if said.startswith("No such ") else []
-    old = next((word for word in words if word in _NAMED_NOW), None)
-    if old is None:
-        return said
-    new, context = _NAMED_NOW[old], getattr(error, "ctx", None)
-    options = [name for each in context.command.params for name in each.opts] if context else [new]
-    if new in options or not new.startswith("--"):
-        return f"{old} is called {new} now"
-    key = new.removeprefix("--").replace("-", "_")
-    section = "data" if key == "users" else "privacy"
-    return f"{said.split('.')[0]}. Give --set {section}.{key}=…" if "--set" in options else said
-
-
-_EXTRAS = {
-    "shufl node": "node",
-    **dict.fromkeys(
-        ["shufl provision", "shufl register", "shufl rehearse", "shufl status"], "server"
-    ),
-}
-_BROUGHT = {
-    *("flwr", "jinja2", "matplotlib", "ray"),
-    *("scikit-learn", "tensorboard", "torch", "torchvision"),
-}
+_OF_SERVERS = {"shufl provision", "shufl register", "shufl rehearse", "shufl status"}
 
 
 def missing_extra(error: ModuleNotFoundError, what: str) -> ImportError:
-    """What to install for a command, or a name of `shufl`, whose import failed.
-
-    Raises:
-        ModuleNotFoundError: the same; no extra brings that module.
-    """
-    package, extra = str(error.name).partition(".")[0], _EXTRAS.get(what, "simulation")
-    if package not in _BROUGHT:
-        raise error
+    """What to install for a command, or a name of `shufl`, whose import failed."""
+    package = str(error.name).partition(".")[0]
+    extra = "server" if what in _OF_SERVERS else "simulation"
+    extra = "node" if what == "shufl node" else extra
     return ImportError(
         f"{what} needs {package}, which is not installed: pip install 'shufl[{extra}]'"
     )
