@@ -110,11 +110,13 @@ def _has_changed(spec: ModuleSpec, path: Path, text: str) -> bool:
 
 def _parts(given: Any) -> list[Any]:
     """The functions and classes of yours that make up an object."""
-    given = getattr(getattr(given, "task", None), "loss", given)
     given = given.func if isinstance(given, functools.partial) else given
     if not isinstance(given, type) and hasattr(given, "modules"):
         return list(dict.fromkeys(map(type, given.modules())))
-    return [given] if hasattr(given, "__qualname__") else []
+    task = getattr(given, "task", given)  # of a dataset, or itself
+    if hasattr(task, "metrics"):
+        return [*_parts(task.loss), *_parts(task.metrics)]
+    return [given if hasattr(given, "__qualname__") else type(given)]
 
 
 def _source(part: Any) -> str:

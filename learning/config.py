@@ -271,9 +271,7 @@ def load(
     Raises:
         ConfigError: one line naming the key, what it was given, and what is allowed.
     """
-    content = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_named(source)
-    if isinstance(source, str):  # paths in a file are relative to it
-        _make_absolute(content, Path(source).parent)
+    content = values_of(source)
     given = changes.items() if isinstance(changes, Mapping) else map(_parsed, changes or [])
     for key, value in given:
         _change(content, key, value)
@@ -291,6 +289,15 @@ def load(
         except TypeError as error:
             raise ConfigError(f"{name}: {key} must hold values that TOML has: {error}") from None
     return config
+
+
+def values_of(source: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration as they are given; `source` is as for `load`."""
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    content = read_named(source)
+    _make_absolute(content, Path(source).parent)  # paths in a file are relative to it
+    return content
 
 
 def _make_absolute(content: dict[str, Any], folder: Path) -> None:

@@ -50,14 +50,19 @@ def load_sent(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """SHA-256, hexadecimal, of the frozen parameters' names, types, shapes and bits; "" if none."""
-    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    """The `tensors_digest` of the frozen parameters."""
+    parameters = model.named_parameters()
+    return tensors_digest({name: each for name, each in parameters if not each.requires_grad})
+
+
+def tensors_digest(named: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256, hexadecimal, of tensors' names, types, shapes and bits; "" if there is none."""
     digest = hashlib.sha256()
-    for name, value in frozen.items():
+    for name, value in named.items():
         digest.update(json.dumps([name, str(value.dtype), value.shape]).encode())
         bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         digest.update(bits.view(torch.uint8).numpy().data)
-    return digest.hexdigest() if frozen else ""
+    return digest.hexdigest() if named else ""
 
 
 def load_tensors(path: Path, **options: Any) -> Any:

@@ -53,6 +53,8 @@ class Carried(str):
     importable before. After `put_in_ray` it travels as a reference.
     """
 
+    _packed: Any
+
     def __new__(cls, name: str, value: Any = None, packed: Any = None) -> Carried:
         """Takes the object itself, or `packed`: its bytes from `_pack`, or Ray's reference."""
         self = super().__new__(cls, name if is_carried(name) else _CARRIED + name)
@@ -66,11 +68,12 @@ class Carried(str):
         """The object."""
         import cloudpickle
 
-        if not isinstance(self._packed, bytes):
+        packed, self._packed = self._packed, None  # a process outside Ray may get the object next
+        if not isinstance(packed, bytes):
             import ray
 
-            return cloudpickle.loads(ray.get(self._packed))
-        return cloudpickle.loads(self._packed)
+            packed = ray.get(packed)
+        return cloudpickle.loads(packed)
 
     def put_in_ray(self) -> None:
         """Stores the object in the running Ray, once for all processes that it is sent to."""
@@ -124,6 +127,11 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     if ":" not in meant:
         raise ConfigError(
             f"{kind} must be one of {', '.join(known)}, or module:callable, got {name}"
+        )
+    if meant.startswith("__main__:"):
+        raise ConfigError(
+            f"{kind} {name} is of a notebook or script, which other processes cannot import: give "
+            "shufl.run or shufl.grid the object itself, or put it in a module"
         )
     with your_code(f"{kind} {name} could not be imported", quote=_OF_IMPORTS), usual_settings():
         return pkgutil.resolve_name(meant)

@@ -16,6 +16,16 @@ def unfinished(path: Path) -> Path:
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Has an OSError of the block name this file, as those of a full disk name none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
 def whole_file(
     path: Path, mode: int = 0o644, *, must_be_new: bool = False, shared: bool = False
 ) -> Iterator[BinaryIO]:

@@ -40,16 +40,26 @@ class ConfigError(ValueError):
     `check-in rate must lie in (0, 1], got 1.3`.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """Gives the line that IPython shows in a notebook in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Checked(Record):
     """A record that answers a wrong value by a ConfigError of one line."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
         """Checks every value.
 
         Raises:
-            ConfigError: An unknown or missing name, or a value that is not allowed.
+            ConfigError: An unknown or missing name, a value without one, or one that is not
+                allowed.
         """
+        if unnamed:
+            names = ", ".join(f"{name}=" for name in type(self).model_fields if name != "name")
+            raise ConfigError(
+                f"{type(self).__name__} takes values by name ({names}), got {shown(unnamed[0])}"
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:

@@ -95,9 +95,8 @@ class Experiment:
 
     @property
     def carried(self) -> list[Carried]:
-        """The objects of your program that stand for dataset and model."""
-        names = self.config.data.dataset, self.config.model.name
-        return [name for name in names if isinstance(name, Carried)]
+        """The objects of your program that stand for names in the configuration."""
+        return [name for name in self.config.own_code if isinstance(name, Carried)]
 
     @property
     def users_by(self) -> str:

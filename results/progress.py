@@ -1,9 +1,10 @@
-"""Live progress: a bar on a terminal, a line every few rounds elsewhere."""
+"""Live progress: a bar on a terminal, a line in a notebook, a line every few rounds elsewhere."""
 
 from __future__ import annotations
 
 import datetime
 import time
+from typing import Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
@@ -23,6 +24,7 @@ class RoundProgress:
         self._target = target_epsilon
         self._score = ""
         self._started = 0.0  # when the first round had ended
+        self._shown: Any = None  # what a notebook shows
         self._every = max(1, rounds // 20)
         self._bar = Progress(
             TextColumn("round {task.completed:>4.0f}/{task.total:.0f}", markup=False),
@@ -68,7 +70,18 @@ class RoundProgress:
             status += f"  {record.rejected} rejected"
         if record.silent_nodes:
             status += f"  {record.silent_nodes} nodes missing, see server.log"
-        if self._console.is_terminal:
+        if self._console.is_jupyter:
+            self._in_notebook(f"round {record.round}/{self._rounds}  {status}")
+        elif self._console.is_terminal:
             self._bar.update(self._task, completed=record.round, description=status)
         elif first or record.round % self._every == 0 or record.round == self._rounds:
             self._console.print(f"round {record.round}/{self._rounds}  {status}", soft_wrap=True)
+
+    def _in_notebook(self, line: str) -> None:
+        """Shows a line of a notebook's output, in place of the one before."""
+        from IPython.display import display
+
+        if self._shown is None:
+            self._shown = display({"text/plain": line}, raw=True, display_id=True)
+        else:
+            self._shown.update({"text/plain": line}, raw=True)

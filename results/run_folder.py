@@ -29,6 +29,7 @@ from shufl.accounting import (
 )
 from shufl.learning.config import Config, dumps, load
 from shufl.protocol import RoundRecord, validation
+from shufl.protocol.files import naming, write_whole
 from shufl.protocol.validation import ConfigError
 from shufl.results.tables import too_few_present
 from shufl.server import CheckpointError, read_checkpoint
@@ -43,7 +44,8 @@ _ROUND = re.compile(rb'"rounds?": ?(\d{1,18})')
 
 def note_start(folder: Path) -> None:
     """Adds the `provenance` of a start to a run folder's starts.jsonl."""
-    with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+    path = folder / "starts.jsonl"
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(provenance()) + "\n")
 
 
@@ -174,7 +176,7 @@ class RunRecorder:
         names = accountants_for(plan.event())
         self._accountants = {name: plan.make_accountant(name) for name in names}
         self._composed = dict.fromkeys(names, 0)
-        path = folder / "metrics.jsonl"
+        self._path = path = folder / "metrics.jsonl"
         if path.exists():
             self.rows = read_rows(path)
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -199,8 +201,9 @@ class RunRecorder:
         for name, accountant in self._accountants.items():
             if not (too_few and accountant.counts_on_others):
                 epsilons[name] = self.epsilon(name, record.round)
-        self._file.write(to_json(row, inf_nan_mode="null") + b"\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(to_json(row, inf_nan_mode="null") + b"\n")
+            self._file.flush()
         self._to_tensorboard(row)
 
     def epsilon(self, name: str, round: int) -> float | None:
@@ -253,6 +256,6 @@ def make_folder(runs: Path, experiment: Experiment) -> Path:
                 folder = folder.with_name(f"{stem}-{number}")
     except OSError as error:
         raise ConfigError(f"no run folder can be made in {runs}: {error.strerror}") from error
-    (folder / "config.toml").write_text(dumps(experiment.config), encoding="utf-8")
-    (folder / "plan.json").write_text(experiment.plan.to_json(), encoding="utf-8")
+    write_whole(folder / "config.toml", dumps(experiment.config).encode())
+    write_whole(folder / "plan.json", experiment.plan.to_json().encode())
     return folder

@@ -100,13 +100,14 @@ class Dataset:
         """What a record is made of.
 
         Args:
-            task: the task's name. Default: the dataset's own. The name of an object stands for
-                the dataset's own task too, since a configuration holds nothing but that name.
+            task: the task's name. Default: the dataset's own. The bare name of an object, which
+                is all that a stored configuration has, stands for the dataset's own too.
 
         Returns:
             Shapes and types of a record's features and label, and the number of outputs.
         """
-        if task is None or is_carried(task):
+        own = isinstance(self.task, Task) and is_carried(task or "")
+        if task is None or (own and not isinstance(task, Carried)):
             task = self.task_name
         labels = self.train_labels
         tokens = self.train_features.dtype == torch.int64

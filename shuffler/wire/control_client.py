@@ -129,11 +129,8 @@ class ControlClient(Connection):
 
         The server calls it when it has the release, and where it does not want one.
         """
-        try:
-            self._call("EndRound", shuffler_pb2.EndRoundRequest(run_id=run_id, round=round))
-        except ShufflerRefused as refused:
-            if refused.reason not in _NOTHING_THERE:
-                raise
+        request = shuffler_pb2.EndRoundRequest(run_id=run_id, round=round)
+        self._call_unless_gone("EndRound", request)
 
     def release(self, run_id: str, round: int) -> Iterator[bytes]:
         """The sealed reports of a closed round in uniformly random order.
@@ -204,12 +201,16 @@ class ControlClient(Connection):
             limit.cancel()
 
     def end_run(self, run_id: str) -> None:
-        """Destroys everything of a run; repeating it changes nothing.
+        """Has everything of a run destroyed; there may be nothing, as of a run without rounds."""
+        request = shuffler_pb2.EndRunRequest(run_id=run_id)
+        self._call_unless_gone("EndRun", request, self._patience)
 
-        Raises:
-            ShufflerRefused: `UNKNOWN_RUN`.
-        """
-        self._call("EndRun", shuffler_pb2.EndRunRequest(run_id=run_id), patience=self._patience)
+    def _call_unless_gone(self, name: str, request: Any, patience: float = 0.0) -> None:
+        try:
+            self._call(name, request, patience=patience)
+        except ShufflerRefused as refused:
+            if refused.reason not in _NOTHING_THERE:
+                raise
 
     def _call(
         self, name: str, request: Any, timeout: float | None = None, patience: float = 0.0

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from shufl.learning.config import Config, dumps, load, read_named
 from shufl.learning.config_section import Section
+from shufl.learning.given_objects import placeholders, with_objects
+from shufl.learning.your_code import Carried
 from shufl.protocol.validation import ConfigError
 
-Value = Annotated[int | float | str, Field(description="numbers, or words")]
+Value = Annotated[bool | int | float | str, Field(description="numbers, or words")]
 
 Settings = dict[str, Any]
 """Values by `section.key`, as `shufl run --set` takes them."""
@@ -51,7 +57,7 @@ class Grid(Section):
     Attributes:
         title: of the page.
         about: Markdown, what the page says first.
-        base: a configuration: a file, or the name of one that ships with shufl.
+        base: a configuration: a file, the name of one that ships with shufl, or its values.
         settings: of all points.
         across: the setting along the axis, `section.key`.
         label: of the axis.
@@ -62,7 +68,7 @@ class Grid(Section):
 
     title: str
     about: str = ""
-    base: str
+    base: str | dict[str, Any]
     settings: Settings = Field(default_factory=dict)
     across: str
     label: str
@@ -99,21 +105,26 @@ class Grid(Section):
         private = self.across.startswith("privacy.") and self.across not in trains
         return series.trainer not in ("plain", "plain-users") or bool(series.each) or not private
 
-    def points(self) -> list[Point]:
-        """All points, seed by seed, so that the first of each comes early."""
+    def points(self, objects: Mapping[str, Carried] = MappingProxyType({})) -> list[Point]:
+        """All points, seed by seed, so that the first of each comes early.
+
+        `objects` are those of your program, by the keys that they stand for.
+        """
         return [
-            self._point(series, index, seed)
+            self._point(series, index, seed, objects)
             for seed in self.seeds
             for series in self.series
             for index in range(len(self.values) if self.varies(series) else 1)
         ]
 
-    def _point(self, series: Series, index: int, seed: int) -> Point:
+    def _point(
+        self, series: Series, index: int, seed: int, objects: Mapping[str, Carried]
+    ) -> Point:
         value = self.values[index]
         own = series.each[index] if series.each else {}
         settings = self.settings | series.settings | own | {self.across: value, "seed": seed}
         try:
-            config = load(self.base, settings)
+            config = with_objects(load(self.base, settings), objects)
         except ConfigError as error:
             raise ConfigError(
                 f"series {series.name}, {self.across} = {shown(value)}: {error}"
@@ -174,7 +185,57 @@ class Point:
 
 def shown(value: float | str) -> str:
     """A value of the axis, as tables show it."""
-    return value if isinstance(value, str) else f"{value:g}"
+    return str(value) if isinstance(value, str | bool) else f"{value:g}"
+
+
+def grid_over(
+    base: str | Mapping[str, Any],
+    over: Mapping[str, Iterable[Any]],
+    seeds: Iterable[int],
+    changes: Settings,
+    objects: Mapping[str, Carried],
+) -> tuple[str, Grid]:
+    """A grid of all combinations of values, and its name.
+
+    Args:
+        base: a configuration, as for `load`.
+        over: values by `section.key`; the last key is the axis, the others make the series.
+        seeds: each combination is played once with each.
+        changes: values of all points, by `section.key`.
+        objects: of your program, by the keys that they stand for.
+
+    Raises:
+        ConfigError: one line that says what is wrong.
+    """
+    if not isinstance(over, Mapping) or not over:
+        raise ConfigError(f"over must be a dict of lists of values by section.key, got {over!r}")
+    values = {}
+    for key, given in over.items():
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ConfigError(f"over must have a list of values of {key}, got {given!r}")
+        values[key] = [each.item() if isinstance(each, np.generic) else each for each in given]
+    *lines, across = values
+    *of_lines, along = values.values()
+    series = []
+    for combination in itertools.product(*of_lines):
+        own = dict(zip(lines, combination, strict=True))
+        name = ", ".join(f"{key.rpartition('.')[2]} = {shown(value)}" for key, value in own.items())
+        series.append({"name": name or "shufl", "settings": own})
+    settings = placeholders(objects, changes | dict.fromkeys(values, ""))
+    settings = {key: value for key, value in settings.items() if key not in values}
+    name = load(base, settings).name
+    axes = " and ".join(key.rpartition(".")[2] for key in values)
+    content = {
+        "title": f"{name} over {axes}",
+        "base": base,
+        "settings": {"simulation.engine": "vectorised"} | settings,
+        "across": across,
+        "label": across,
+        "values": along,
+        "seeds": list(seeds),
+        "series": series,
+    }
+    return f"{name} over {axes}".replace(" ", "-"), Grid.checked("over", content)
 
 
 def load_grid(source: str) -> tuple[str, Grid]:

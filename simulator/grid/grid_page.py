@@ -13,6 +13,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS
+from shufl.learning.config import values_of
+from shufl.protocol.files import write_whole
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import first_mistake
 from shufl.results.plots import draw
@@ -38,14 +40,15 @@ def write_page(
     sections = _sections(grid, points, results, failed, f"{name}.svg")
     page = pages / f"{name}.md"
     text = render("page.md", grid.title, f"All numbers: [{name}.csv]({name}.csv).", sections)
-    page.write_text(text, encoding="utf-8")
+    write_whole(page, text.encode())
     return page
 
 
 def keep_grid(grid: Grid, folder: Path, failed: dict[str, str]) -> None:
     """Writes `grid.json` beside the points, for `page_of_grid`: the grid and why points failed."""
-    text = json.dumps({"grid": grid.model_dump(mode="json"), "failed": failed})
-    (folder / "grid.json").write_text(text, encoding="utf-8")
+    own = grid.model_dump(mode="json") | {"base": values_of(grid.base)}
+    text = json.dumps({"grid": own, "failed": failed})
+    write_whole(folder / "grid.json", text.encode())
 
 
 def page_of_grid(folder: Path) -> str:

@@ -12,11 +12,13 @@ from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field, ValidationError
+from torch import nn
 
 from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config
 from shufl.learning.data.datasets import dataset_digest, load_dataset
-from shufl.learning.your_code import find, usual_settings, your_code
+from shufl.learning.parameters import tensors_digest
+from shufl.learning.your_code import Carried, find, usual_settings, your_code
 from shufl.protocol.console import Console
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan_fields import CheckInRate
@@ -35,13 +37,14 @@ _OF_PLAN = (
 
 
 @usual_settings()
-def play(point: Point, folder: Path, threads: int) -> None:
+def play(point: Point, folder: Path, threads: int, rests: str) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
     Args:
         point: what is played.
         folder: of the point: for `result.json` and run folders.
         threads: how many threads torch gets.
+        rests: what the point `rests_on`; a process without your notebook could not tell.
     """
     torch.set_num_threads(threads)
     if point.trainer == "shufl":
@@ -54,7 +57,7 @@ def play(point: Point, folder: Path, threads: int) -> None:
         came_to = _by_another(point)
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    origin = provenance() | {"versions": versions, "rests_on": rests_on(point)}
+    origin = provenance() | {"versions": versions, "rests_on": rests}
     write_result(folder, point, came_to | origin)
 
 
@@ -73,10 +76,13 @@ def rests_on(point: Point) -> str:
     Raises:
         ConfigError: the data cannot be loaded, or a module has changed since it was imported.
     """
-    name = point.config.data.dataset
+    name, model = point.config.data.dataset, point.config.model.name
     own = ":" in name if isinstance(name, str) else True
     data = dataset_digest(load_dataset(name))[:12] if own else ""
-    return code_digest(point.own_code)[:12] + data
+    start = ""
+    if isinstance(model, Carried) and isinstance(model.value, nn.Module):
+        start = tensors_digest(dict(model.value.named_parameters()))[:12]
+    return code_digest(point.own_code)[:12] + data + start
 
 
 class Trainer(Protocol):

@@ -7,19 +7,20 @@ import fcntl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shufl.learning.data.datasets import load_dataset
-from shufl.learning.your_code import make_importable, one_line
+from shufl.learning.your_code import Carried, make_importable, one_line
 from shufl.protocol import validation
 from shufl.protocol.console import Console
 from shufl.protocol.validation import ConfigError
 from shufl.results.interrupts import interrupts
 from shufl.results.tables import score_text
 from shufl.simulator.engines.ray_cluster import check_cpus, running_ray
-from shufl.simulator.grid.definition import Point, load_grid
+from shufl.simulator.grid.definition import Grid, Point
 from shufl.simulator.grid.grid_page import finished, keep_grid, write_page
 from shufl.simulator.grid.grid_points import check, play, read_result, rests_on
 from shufl.simulator.grid.table import take_over_rows
@@ -28,28 +29,35 @@ _POLL_SECONDS = 0.5  # between looks at whether an interrupt came
 
 
 def play_grid(
-    source: str, results: Path, pages: Path | None, cpus: int, console: Console
-) -> tuple[list[dict[str, Any]], Path, dict[str, str]]:
+    name: str,
+    grid: Grid,
+    results: Path,
+    pages: Path | None,
+    cpus: int,
+    console: Console,
+    objects: Mapping[str, Carried] = MappingProxyType({}),
+) -> tuple[list[tuple[Point, dict[str, Any]]], Path, dict[str, str]]:
     """Plays a grid, or goes on with it, and writes its table and its page.
 
     Args:
-        source: of the grid; see `load_grid`.
+        name: of the grid.
+        grid: what is played.
         results: the folder in which the grid has its own.
         pages: the folder for table and page. Points that a table there has are not played again.
             None: the grid's own folder.
         cpus: of each run; see `play_points`.
         console: for progress.
+        objects: of your program, by the keys that they stand for; see `given_objects`.
 
     Returns:
-        The results of finished points; the page; why points failed, by their names.
+        The finished points, each with its result; the page; why points failed, by their names.
 
     Raises:
         ConfigError: as `play_points`; or another process is at work in the folder.
         EngineFailed, KeyboardInterrupt: as `play_points`.
     """
     validation.integer("cpus", cpus, 1)
-    name, settings = load_grid(source)
-    points = settings.points()
+    points = grid.points(objects)
     folder = results.absolute() / name
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
@@ -60,15 +68,15 @@ def play_grid(
             raise ConfigError(f"another shufl experiment is at work in {folder}") from None
         if pages is not None:
             take_over_rows(pages / f"{name}.csv", points, folder)
-        keep_grid(settings, folder, failed)
+        keep_grid(grid, folder, failed)
         try:
             play_points(points, folder, cpus, console, failed)
         finally:
-            keep_grid(settings, folder, failed)
+            keep_grid(grid, folder, failed)
             done = finished(points, folder)
             if failed or done:  # else an older page stays
-                page = write_page(name, settings, points, folder, pages or folder, failed)
-    return [result for _, result in done], page, failed
+                page = write_page(name, grid, points, folder, pages or folder, failed)
+    return done, page, failed
 
 
 def play_points(
@@ -90,7 +98,8 @@ def play_points(
         KeyboardInterrupt: SIGINT or SIGTERM came; the runs at work are ended.
     """
     load_dataset.cache_clear()
-    waiting = [point for point in points if not _is_there(point, folder)]
+    rests = {point.key: rests_on(point) for point in points}
+    waiting = [point for point in points if _rested_on(point, folder) != rests[point.key]]
     console.print(f"{len(points)} runs, {len(points) - len(waiting)} of them already there")
     if not waiting:
         return
@@ -113,11 +122,17 @@ def play_points(
                     raise KeyboardInterrupt
                 yield from ((each, at_work.pop(each)) for each in done)
 
+        for carried in {name for point in waiting for name in point.own_code}:
+            if isinstance(carried, Carried):
+                carried.put_in_ray()
         alike = {point.apart_from_seed: point for point in reversed(waiting)}
         for done, point in ended({begin(check, point): point for point in alike.values()}):
             _refuse_mistake(done, point)
         begun = time.monotonic()
-        at_work = {begin(play, point, folder / point.key, cpus): point for point in waiting}
+        at_work = {
+            begin(play, point, folder / point.key, cpus, rests[point.key]): point
+            for point in waiting
+        }
         for done, point in ended(at_work):
             said = _outcome(done, point, folder, failed)
             finished = len(waiting) - len(at_work)
@@ -130,10 +145,10 @@ def play_points(
             )
 
 
-def _is_there(point: Point, folder: Path) -> bool:
-    """Whether a point has a result that was made with your code and data as they are now."""
+def _rested_on(point: Point, folder: Path) -> str | None:
+    """What of your code and data a point's result was made with; None: it has no result."""
     result = read_result(folder / point.key)
-    return result is not None and result["rests_on"] == rests_on(point)
+    return None if result is None else result["rests_on"]
 
 
 def _at_path(

@@ -11,7 +11,7 @@ from typing import Any
 
 from shufl.learning.config import flat
 from shufl.learning.data.files import RecordFile
-from shufl.learning.your_code import one_line
+from shufl.learning.your_code import Carried, one_line
 from shufl.protocol.files import write_whole
 from shufl.simulator.grid.definition import Point
 from shufl.simulator.grid.grid_points import ResultFile, read_result, write_result
@@ -22,19 +22,54 @@ _TOLD = [key for key in ResultFile.model_fields if key not in _OTHERS]
 _EPSILON, _VERSIONS = "epsilon_", "versions"
 
 
-def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> None:
-    """Writes points' results, with a column for each accountant's ε and each setting."""
-    rows = [
+def rows_of(results: Sequence[tuple[Point, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row for each point's result, with a column for each accountant's ε and each setting."""
+    return [
         {
             **{key: getattr(point, key) for key in _POINT},
             **{key: result.get(key) for key in _TOLD},
             _VERSIONS: " ".join(f"{key}={value}" for key, value in result["versions"].items()),
             **{f"{_EPSILON}{name}": value for name, value in result["epsilon"].items()},
             "trainer": point.trainer,
-            **flat(point.config.model_dump(exclude={"seed"})),
+            **{
+                key: str(value) if isinstance(value, Carried) else value
+                for key, value in flat(point.config.model_dump(exclude={"seed"})).items()
+            },
         }
         for point, result in results
     ]
+
+
+def varying_first(
+    results: Sequence[tuple[Point, dict[str, Any]]], axes: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The rows of results, with their columns in an order for people.
+
+    Args:
+        results: as for `rows_of`.
+        axes: the columns that come first.
+
+    Returns:
+        The rows; those that differ in their seed alone stand together.
+    """
+    places = list(dict.fromkeys((point.series, point.value) for point, _ in results))
+    together = sorted(results, key=lambda each: places.index((each[0].series, each[0].value)))
+    rows = rows_of(together)
+    first = [*axes, "seed", "score", "loss"]
+    columns = dict.fromkeys([*first, *itertools.chain(*rows)])
+    if "series" not in axes:
+        del columns["series"], columns["value"]
+    varies = {
+        column: column in first or len({repr(row.get(column)) for row in rows}) > 1
+        for column in columns
+    }
+    order = sorted(columns, key=lambda column: not varies[column])
+    return [{column: row.get(column) for column in order} for row in rows]
+
+
+def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> None:
+    """Writes the rows of points' results."""
+    rows = rows_of(results)
     heads = dict.fromkeys([*_POINT, *_TOLD, _VERSIONS, *itertools.chain(*rows)])
     table = io.StringIO()
     writer = csv.DictWriter(table, list(heads))

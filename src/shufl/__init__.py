@@ -6,6 +6,7 @@ package in here: `shufl.protocol`, `shufl.accounting`, `shufl.shuffler`, `shufl.
 `shufl.configs`.
 """
 
+import importlib.metadata
 import os
 from typing import Any
 
@@ -28,6 +29,8 @@ for _name, _value in {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("shufl")
     try:
         return _find(name)
     except ModuleNotFoundError as error:

@@ -6,6 +6,8 @@ from .learning.data.datasets import Dataset
 from .learning.tasks import Task
 from .protocol.validation import ConfigError
 
+__version__: str
+
 __all__ = [
     "STOP",
     "ConfigError",

@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,15 +18,10 @@ from shufl.learning import load_tensors
 from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config, load
 from shufl.learning.data.datasets import Dataset
+from shufl.learning.given_objects import carried, placeholders, with_objects
 from shufl.learning.parameters import frozen_digest, load_sent
-from shufl.learning.your_code import (
-    Carried,
-    is_carried,
-    make_importable,
-    one_line,
-    usual_settings,
-    your_code,
-)
+from shufl.learning.tasks import Task
+from shufl.learning.your_code import make_importable, one_line, usual_settings
 from shufl.protocol import StoppedBy
 from shufl.protocol.console import Console
 from shufl.protocol.validation import ConfigError
@@ -36,13 +31,16 @@ from shufl.results.run import Run
 from shufl.results.run_folder import MetricsError, config_of, read_run
 from shufl.results.tables import scores_of, too_few_present
 from shufl.server import RoundFailed, load_checkpoint
+from shufl.simulator.grid.definition import grid_over, load_grid
 from shufl.simulator.grid.runner import play_grid
+from shufl.simulator.grid.table import varying_first
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GivenDataset = Dataset | Callable[[], Dataset] | None
 GivenModel = nn.Module | Callable[..., nn.Module] | None
+GivenFunction = Callable[..., Any] | None
 
 
 STOP: Final = object()
@@ -142,16 +140,17 @@ class RunResult:
 
 OnRound = Callable[[RunResult, nn.Module], Any]
 
-_STANDS_FOR = {"dataset": ("data.dataset",), "model": ("model.name", "model.options")}
-"""The keys of a configuration in whose place an object stands; the first has its name."""
-
 
 def run(
     config: str | Path | Mapping[str, Any],
     changes: Mapping[str, Any] | None = None,
     *,
     dataset: GivenDataset = None,
+    features: GivenFunction = None,
+    task: Task | None = None,
     model: GivenModel = None,
+    algorithm: GivenFunction = None,
+    aggregator: GivenFunction = None,
     on_round: OnRound | None = None,
     progress: bool = True,
     runs: str | Path = "runs",
@@ -172,9 +171,13 @@ def run(
         changes: values by `section.key`, as `shufl run --set` takes them.
         dataset: a `Dataset`, or a function without arguments that returns one, in place of
             `data.dataset`.
-        model: a `torch.nn.Module`, which is copied; or a function that takes the shape of a record
-            and the number of outputs, and returns one. It stands in place of `model.name` and
-            `model.options`.
+        features: a function that maps records, in place of `data.features`.
+        task: what is learnt, in place of `data.task`.
+        model: a `torch.nn.Module`, which is copied; or a function that takes the shape of a record,
+            the number of outputs and the keyword arguments in `model.options`, and returns one. It
+            stands in place of `model.name`.
+        algorithm: a function that computes a user's step, in place of `training.algorithm`.
+        aggregator: a function that makes an aggregator, in place of `training.aggregator`.
         on_round: a function that is called after every round with the result so far and a copy of
             the model. It may return `STOP`. An error of it ends the run and is raised as it is. On
             Flower it is called in another thread.
@@ -198,18 +201,9 @@ def run(
     _check_on_round(on_round)
     folder = config.parent if isinstance(config, Path) else Path()
     make_importable([folder, Path.cwd()])
-    given = {"dataset": dataset, "model": model}
-    for argument, keys in _STANDS_FOR.items():
-        if given[argument] is None:
-            continue
-        for key in changes:
-            if str(key).strip().startswith(keys) or key == keys[0].partition(".")[0]:
-                raise ConfigError(
-                    f"changes must not have {key}: the argument {argument}= stands for it"
-                )
-        changes |= dict.fromkeys(keys, "") | {keys[0]: f"object:{_name_of(given[argument])}"}
+    objects = carried(dataset, features, task, model, algorithm, aggregator)
     source = config if isinstance(config, Mapping) else str(config)
-    loaded = _with_objects(load(source, changes), dataset, model)
+    loaded = with_objects(load(source, placeholders(objects, changes)), objects)
     return _train(Run.new(loaded, runs, Console(quiet=not progress)), on_round)
 
 
@@ -217,7 +211,11 @@ def resume(
     folder: str | Path,
     *,
     dataset: GivenDataset = None,
+    features: GivenFunction = None,
+    task: Task | None = None,
     model: GivenModel = None,
+    algorithm: GivenFunction = None,
+    aggregator: GivenFunction = None,
     on_round: OnRound | None = None,
     progress: bool = True,
 ) -> RunResult:
@@ -225,8 +223,8 @@ def resume(
 
     Args:
         folder: the run folder.
-        dataset: the object that `run` was given as its dataset; None if it was given none.
-        model: the object that `run` was given as its model; None if it was given none.
+        dataset, features, task, model, algorithm, aggregator: the objects that `run` was given;
+            None for what it was given none.
         on_round: as for `run`; it is not called for rounds that have a row in metrics.jsonl.
         progress: as for `run`.
 
@@ -239,15 +237,23 @@ def resume(
         LedgerError, MetricsError: a file of the folder is damaged.
         EngineFailed, RoundFailed, ShufflerError, TimeoutError, KeyboardInterrupt: as for `run`.
     """
+    objects = carried(dataset, features, task, model, algorithm, aggregator)
     folder = Path(folder)
     make_importable([Path.cwd()])
-    config = _with_objects(config_of(folder), dataset, model)
+    config = with_objects(config_of(folder), objects)
     _check_on_round(on_round)
     return _train(Run.of(folder, Console(quiet=not progress), config=config), on_round)
 
 
 def load_run(
-    folder: str | Path, *, dataset: GivenDataset = None, model: GivenModel = None
+    folder: str | Path,
+    *,
+    dataset: GivenDataset = None,
+    features: GivenFunction = None,
+    task: Task | None = None,
+    model: GivenModel = None,
+    algorithm: GivenFunction = None,
+    aggregator: GivenFunction = None,
 ) -> RunResult:
     """Reads a run folder back.
 
@@ -260,8 +266,8 @@ def load_run(
 
     Args:
         folder: the run folder.
-        dataset: the object that `run` was given as its dataset. Only `RunResult.model` needs it.
-        model: the object that `run` was given as its model. Only `RunResult.model` needs it.
+        dataset, features, task, model, algorithm, aggregator: the objects that `run` was given.
+            Only `RunResult.model` needs them.
 
     Returns:
         The results so far, or of the whole run.
@@ -271,9 +277,10 @@ def load_run(
         LedgerError, MetricsError: there is no ledger, a file is damaged, or the ledger lacks
             rounds.
     """
+    objects = carried(dataset, features, task, model, algorithm, aggregator)
     folder = Path(folder).absolute()
     make_importable([Path.cwd()])
-    config = _with_objects(config_of(folder), dataset, model)
+    config = with_objects(config_of(folder), objects)
     ledger, rows = read_run(folder)
     score: float | None = None
     stopped_by: StoppedBy | None = None
@@ -290,19 +297,50 @@ def load_run(
 
 
 def grid(
-    source: str | Path, *, results: str | Path = "results", cpus: int = 1, progress: bool = True
+    source: str | Path | Mapping[str, Any],
+    over: Mapping[str, Iterable[Any]] | None = None,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    seeds: Iterable[int] = (0,),
+    dataset: GivenDataset = None,
+    features: GivenFunction = None,
+    task: Task | None = None,
+    model: GivenModel = None,
+    algorithm: GivenFunction = None,
+    results: str | Path = "results",
+    cpus: int = 1,
+    progress: bool = True,
 ) -> list[dict[str, Any]]:
-    """Plays a grid of configurations and seeds on Ray, as `shufl experiment` does.
+    """Plays many runs on Ray, and keeps their results.
+
+    Examples:
+        >>> import shufl
+        >>> rows = shufl.grid(
+        ...     "quickstart",
+        ...     over={"training.learning_rate": [0.1, 0.5], "privacy.check_in_rate": [0.3, 0.5]},
+        ...     changes={"privacy.rounds": 1},
+        ...     progress=False,
+        ... )
+        >>> len(rows), list(rows[0])[:4]
+        (4, ['training.learning_rate', 'privacy.check_in_rate', 'seed', 'score'])
 
     Args:
-        source: a TOML file, or the name of a grid that ships with shufl.
+        source: a configuration, as `run` takes it; with `over=None` a grid as `shufl experiment`
+            takes it: a TOML file, or the name of one that ships with shufl.
+        over: values by `section.key`. A run is played for each combination of them and each seed,
+            by the vectorised engine.
+        changes: values of all runs, by `section.key`.
+        seeds: of the runs.
+        dataset, features, task, model, algorithm: objects, as for `run`. There is no aggregator,
+            since the vectorised engine has no single reports.
         results: the folder in which runs are kept; a run that is there is not played again.
         cpus: processors for each run.
         progress: whether to print a line for each run.
 
     Returns:
-        A dict for each run: series, value and seed; score, loss and rounds; the plan's numbers; ε
-        by accountant; and command, commit, date and versions.
+        A dict for each run, which `pandas.DataFrame(rows)` takes: first what varies (the keys of
+        `over`, or series and value; seed, score, loss, ε by accountant), then the rest of the plan,
+        the configuration, command, commit, date and versions.
 
     Raises:
         ConfigError: a mistake in the grid, found before any work.
@@ -310,12 +348,23 @@ def grid(
         RuntimeError: some runs failed; the page says why, and the others are kept.
         KeyboardInterrupt: a signal came; the same call goes on with the grid.
     """
-    make_importable([Path(source).parent, Path.cwd()])
+    objects = carried(dataset, features, task, model, algorithm, None)
+    if not isinstance(source, Mapping):
+        make_importable([Path(source).parent])
+        source = str(source)
+    make_importable([Path.cwd()])
     results = Path(results)
-    rows, page, failed = play_grid(str(source), results, None, cpus, Console(quiet=not progress))
+    if over is not None:
+        name, asked = grid_over(source, over, seeds, dict(changes or {}), objects)
+    elif objects or changes or isinstance(source, Mapping):
+        raise ConfigError("over must say what varies: a dict of lists of values by section.key")
+    else:
+        name, asked = load_grid(source)
+    console = Console(quiet=not progress)
+    found, page, failed = play_grid(name, asked, results, None, cpus, console, objects)
     if failed:
-        raise RuntimeError(f"{len(failed)} of {len(rows) + len(failed)} runs failed, see {page}")
-    return rows
+        raise RuntimeError(f"{len(failed)} of {len(found) + len(failed)} runs failed, see {page}")
+    return varying_first(found, list(over or ("series", "value")))
 
 
 def _train(run: Run, on_round: OnRound | None) -> RunResult:
@@ -346,24 +395,3 @@ def _check_on_round(on_round: Any) -> None:
         raise ConfigError(f"on_round must take a result and a model: {error}") from error
     except ValueError:  # of a function that does not say what it takes
         pass
-
-
-def _with_objects(config: Config, dataset: GivenDataset, model: GivenModel) -> Config:
-    """The configuration with the objects in it, in the places that have an object's name."""
-    for section, key, given in (("data", "dataset", dataset), ("model", "name", model)):
-        if given is None:
-            continue
-        name = getattr(getattr(config, section), key)
-        if not is_carried(str(name)):
-            raise ConfigError(f"{section}.{key} of this run is {name}, not an object")
-        value = given
-        if key == "dataset" and callable(given):
-            with your_code(f"dataset {_name_of(given)} could not be made", quote=()):
-                value = given()
-        changed = getattr(config, section).model_copy(update={key: Carried(name, value)})
-        config = config.model_copy(update={section: changed})
-    return config
-
-
-def _name_of(thing: Any) -> str:
-    return str(getattr(thing, "__qualname__", type(thing).__name__))

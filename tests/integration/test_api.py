@@ -12,6 +12,7 @@ from pathlib import Path
 import cloudpickle
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from run_world import LIMIT, only_folder, same_model
 from shufl import api
 from shufl.accounting import privacy_plan, search
 from shufl.cli.__main__ import app
+from shufl.cli.experiment import page_of
 from shufl.learning.data.datasets import load_dataset
 from shufl.protocol import GaussianMechanism
 from shufl.results.run_folder import MetricsError
@@ -61,13 +63,13 @@ def data():
 def bytes_of_a_message(changes):
     "What Flower pickles for every message, before and after the data are in Ray."
     from ray import cloudpickle
-    from shufl import api
     from shufl.learning.config import load
+    from shufl.learning.given_objects import carried, placeholders, with_objects
     from shufl.simulator.engines.flower import FlowerEngine
     from shufl.results.experiment import prepare
 
-    names = {"data.dataset": "object:data", "model.name": "object:Net"}
-    config = api._with_objects(load("quickstart", changes | names), data(), Net)
+    objects = carried(data(), None, None, Net, None, None)
+    config = with_objects(load("quickstart", placeholders(objects, changes)), objects)
     experiment = prepare(config)
     settings = FlowerEngine(experiment)._client_settings("run", [], Path("ledgers"))
     before = len(cloudpickle.dumps(settings))
@@ -180,6 +182,107 @@ def test_a_run_of_objects_is_that_of_their_names(of_objects, tmp_path):
         assert float(right.float().mean()) == pytest.approx(run.score)
     with pytest.raises(shufl.ConfigError, match="object:Dataset is an object of a Python program"):
         _ = shufl.load_run(of_objects.folder).model
+
+
+def plain_sgd(parameters, gradients, start, state, learning_rate):
+    return {name: own - learning_rate * gradients[name] for name, own in parameters.items()}, {}
+
+
+def scaled(records):
+    return records.flatten(1) / 2
+
+
+def squared(outputs, labels):
+    return (outputs - torch.eye(10)[labels]).square().sum(1)
+
+
+SQUARED = shufl.Task(
+    squared, lambda outputs, labels: {"mse": squared(outputs, labels).mean()}, "mse"
+)
+
+
+class Halved:
+    """The mean of half of each report."""
+
+    def __init__(self, plan, dimension):
+        self.total, self.expected = np.zeros(dimension), plan.check_in_rate
+
+    def add(self, report):
+        self.total += report / 2
+
+    def result(self, users):
+        return (self.total / (self.expected * users)).astype(np.float32)
+
+
+FUNCTIONS = {"features": scaled, "task": SQUARED, "algorithm": plain_sgd}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vectorised", *by_night("flower")])
+def test_every_object_stands_for_its_name(tmp_path, monkeypatch, engine):
+    """The same run by objects and by the names of a module with the same functions."""
+    (tmp_path / "by_name.py").write_text("from test_api import *\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    functions = FUNCTIONS | ({"aggregator": Halved} if engine == "flower" else {})
+    changes = CHANGES | {"training.local_epochs": 1, "simulation.engine": engine}
+    given = shufl.run("quickstart", changes, progress=False, runs=tmp_path / "given", **functions)
+    keys = {"features": "data", "task": "data", "algorithm": "training", "aggregator": "training"}
+    names = {
+        f"{keys[name]}.{name}": f"by_name:{getattr(function, '__name__', 'SQUARED')}"
+        for name, function in functions.items()
+    }
+    named = shufl.run("quickstart", changes | names, progress=False, runs=tmp_path / "named")
+    assert same_model(given.folder, named.folder)
+    assert given.score_name == named.score_name == "mse" and given.score == named.score
+    resumed = shufl.resume(given.folder, progress=False, **functions)
+    assert resumed.score == given.score
+    for missing in functions:
+        others = {name: each for name, each in functions.items() if name != missing}
+        with pytest.raises(shufl.ConfigError, match="is an object of a Python program: give it"):
+            shufl.resume(given.folder, progress=False, **others)
+    with pytest.raises(CheckpointError, match=r"made with data\.dataset digits object:scaled"):
+        shufl.resume(given.folder, progress=False, **functions | {"features": lambda x: x})
+
+
+def narrow(shape, outputs, width=2):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, outputs))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
+def test_a_grid_of_objects_over_two_axes(tmp_path, monkeypatch):
+    """Its rows; what is there is not played again, unless an object has changed."""
+    import pandas
+
+    monkeypatch.chdir(tmp_path)
+    over = {
+        "training.learning_rate": [0.1, 0.5],
+        "model.options.width": np.arange(2, 4),
+    }  # of numpy
+    changes = {"privacy.rounds": 1, "privacy.target_epsilon": 1e4}
+    asked = {"over": over, "seeds": (2,), "changes": changes, "model": narrow, "progress": False}
+    rows = shufl.grid("quickstart", **asked, dataset=load_dataset("digits"))
+    table = pandas.DataFrame(rows)
+    axes = [*over, "seed"]
+    assert list(table.columns[:4]) == [*axes, "score"]
+    assert table[axes].values.tolist() == [
+        [rate, width, seed] for rate in (0.1, 0.5) for width in (2, 3) for seed in (2,)
+    ]
+    constant = [name for name in table.columns[5:] if table[name].map(repr).nunique() == 1]
+    assert list(table.columns[-len(constant) :]) == constant and "data.dataset" in constant
+    assert table["epsilon_blanket"].notna().all()
+    assert r"\begin{tabular}" in table[axes].to_latex()
+    again = shufl.grid("quickstart", **asked, dataset=load_dataset("digits"))
+    assert again == rows
+    cells = shufl.grid(
+        "quickstart", **asked | {"over": {"model.options.width": [2]}},
+        dataset=load_dataset("digits"), features=scaled,
+    )  # fmt: skip
+    assert [row["seed"] for row in cells] == [2] and cells[0]["loss"] != rows[0]["loss"]
+    (page,) = (tmp_path / "results").glob("*over-learning_rate-and-width/*.md")
+    assert "learning_rate = 0.5" in page.read_text()
+    monkeypatch.chdir("/")
+    assert "learning_rate = 0.5" in page_of(page.parent)
 
 
 @pytest.mark.slow
@@ -298,6 +401,34 @@ def test_calibrate_finds_the_least_noise():
             "changes must not have data: the argument dataset= stands for it",
         ),
         (
+            lambda: shufl.run("quickstart", {"training.algorithm": "fedavg"}, algorithm=plain_sgd),
+            "changes must not have training.algorithm: the argument algorithm= stands for it",
+        ),
+        (
+            lambda: shufl.run("quickstart", {"data.features": "__main__:scaled"}),
+            "data.features __main__:scaled is of a notebook or script, which other processes",
+        ),
+        (
+            lambda: shufl.run("quickstart", QUICK, features=lambda records: records[:, :1].log()),
+            "features .*lambda.* must give finite features",
+        ),
+        (lambda: shufl.run("quickstart", QUICK, task=3), "must be a shufl.Task or return one"),
+        (lambda: shufl.grid({"name": "x"}), "over must say what varies"),
+        (lambda: shufl.grid("quickstart", over={}), "over must be a dict of lists"),
+        (lambda: shufl.grid("quickstart", over={"seed": [1]}), "across must be another setting"),
+        (
+            lambda: shufl.grid("quickstart", over={"privacy.rounds": 3}),
+            "over must have a list of values of privacy.rounds, got 3",
+        ),
+        (
+            lambda: shufl.grid("quickstart", over={"privacy.round": [3]}),
+            "privacy.round",
+        ),
+        (
+            lambda: shufl.grid("quickstart", over={"model.name": ["mlp"]}, model=nn.Linear(64, 10)),
+            "changes must not have model.name: the argument model= stands for it",
+        ),
+        (
             lambda: shufl.run("quickstart", {"model.options.hidden": np.zeros(2)}),
             "model.options must hold values that TOML has",
         ),
@@ -347,3 +478,33 @@ def test_a_notebook_runs_as_it_stands(trapped, monkeypatch, path):
     NotebookClient(notebook, timeout=LIMIT, resources={"metadata": {"path": trapped}}).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in shown)
+
+
+def outputs_of(cells, folder):
+    """What the cells of a notebook show, by kind, played by a real kernel."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    about = {"timeout": LIMIT, "allow_errors": True, "resources": {"metadata": {"path": folder}}}
+    NotebookClient(notebook, **about).execute()
+    return [cell["outputs"] for cell in notebook.cells]
+
+
+@pytest.mark.slow
+def test_in_a_notebook_progress_is_one_line_and_so_is_a_mistake(trapped, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(trapped / "ipython"))
+    changes = QUICK | {"privacy.accountant": "local"}
+    played, mistaken = outputs_of(
+        [f"import shufl\nrun = shufl.run('quickstart', {changes})", "shufl.run('quick')"], trapped
+    )
+    rounds = [
+        text
+        for output in played
+        if (text := str(output.get("data", output).get("text/plain", output.get("text", ""))))
+        and text.lstrip().startswith("round ")
+    ]
+    assert len(rounds) == 1 and rounds[0].startswith(f"round {ROUNDS}/{ROUNDS}  ")
+    (error,) = mistaken
+    (line,) = error["traceback"]
+    assert line.startswith("ConfigError: quick cannot be read") and "\n" not in line

@@ -12,6 +12,7 @@ import typer
 from shufl.cli.options import check_file, fail, failing
 from shufl.learning.your_code import make_importable
 from shufl.protocol.console import Console
+from shufl.protocol.files import write_whole
 from shufl.protocol.validation import ConfigError
 
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
@@ -134,12 +135,13 @@ def experiment_command(
     command goes on.
     """
     from shufl.results.engine_interface import EngineFailed
+    from shufl.simulator.grid.definition import load_grid
     from shufl.simulator.grid.runner import play_grid
 
     make_importable([Path(grid).parent, Path.cwd()])
     with failing(EngineFailed, OSError, ValueError, code=1), failing(ConfigError):
         try:
-            rows, page, failed = play_grid(grid, results, pages, cpus, Console())
+            rows, page, failed = play_grid(*load_grid(grid), results, pages, cpus, Console())
         except KeyboardInterrupt:
             fail(RuntimeError("interrupted; the same command goes on"), _INTERRUPTED)
     typer.echo(f"written: {page}")
@@ -167,7 +169,7 @@ def report_command(
     with failing(ValueError, LedgerError, OSError):
         if output is not None:
             check_file("--output", output)
-        target.write_text(page_of(path), encoding="utf-8")
+        write_whole(target, page_of(path).encode())
     typer.echo(f"written: {target}")
 
 
