@@ -24,7 +24,7 @@ from shufl.protocol.files import write_whole
 from shufl.protocol.validation import ConfigError
 from shufl.shuffler.callers import Role, fingerprint_of
 from shufl.shuffler.credentials import read_certificate, renew_from
-from shufl.shuffler.keys import Authority, Request, was_cut_short
+from shufl.shuffler.keys import Authority, Request
 
 Approve = Callable[[str, str], bool]
 """Given a key's name and SHA-256, says whether its party has read out the same SHA-256."""
@@ -229,8 +229,7 @@ class Enrolment:
     def _authority(self, name: str) -> Authority:
         """The authority in a folder, made if there is none."""
         folder = self._out / name
-        key, certificate = folder / "authority.key", folder / "authority.pem"
-        if not certificate.exists() or was_cut_short(key, certificate):
+        if not (folder / "authority.pem").exists():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             Authority.create().write(folder)
             self._log("made", name=name)
