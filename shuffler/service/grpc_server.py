@@ -17,11 +17,9 @@ from shufl.shuffler.config import Limits
 from shufl.shuffler.credentials import Credentials
 from shufl.shuffler.service import memory
 from shufl.shuffler.service.admission import Gate
-from shufl.shuffler.service.blanket_tasks import BlanketTasks
 from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.service.intake_service import IntakeService
 from shufl.shuffler.service.metrics import Metrics
-from shufl.shuffler.service.record_service import RecordService
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
@@ -53,7 +51,6 @@ class ShufflerServer:
         memory.keep_little()
         self._gate = gate = Gate(revoked, limits, metrics, credentials)
         self._changed = False
-        self._store = store
         self._server = grpc.aio.server(
             options=[
                 *SERVER_OPTIONS,
@@ -62,15 +59,15 @@ class ShufflerServer:
             maximum_concurrent_rpcs=limits.calls,
         )
         self._watch: asyncio.Task[None] | None = None
-        self._blankets = BlanketTasks(store.batches)
         self._intake = IntakeService(store.batches, metrics)
-        self._control = ControlService(store, self._blankets, limits, metrics)
+        self._control = ControlService(store, limits, metrics)
         self._stop_seconds = limits.stop_seconds
+        self._end_old_rounds = store.end_old_rounds
         self._release_seconds = 3600 * limits.release_hours
         services, healthy = shuffler_pb2.DESCRIPTOR.services_by_name, health_pb2.DESCRIPTOR
         gate.add_service(self._server, services["Intake"], self._intake, Role.NODE)
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
-        gate.add_service(self._server, services["Record"], RecordService(self._control, store))
+        gate.add_service(self._server, services["Record"], self._control)
         callers = Role.NODE, Role.SERVER, Role.MONITOR
         gate.add_service(self._server, healthy.services_by_name["Health"], _Health(), *callers)
 
@@ -140,11 +137,9 @@ class ShufflerServer:
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        """Waits until nothing is being done; no blanket is waited for."""
+        """Waits until nothing is being done."""
         self._intake.stop()
         self._control.stop()
-        self._store.close()
-        self._blankets.stop()
 
     async def _keep_watch(self) -> None:
         """Ends what should not be open, and gives memory back to the system."""
@@ -153,7 +148,7 @@ class ShufflerServer:
             if time.monotonic() - given_back > _MEMORY_SECONDS:
                 given_back = time.monotonic()
                 try:
-                    await self._control.call(self._store.end_old_rounds, self._release_seconds)
+                    await self._control.call(self._end_old_rounds, self._release_seconds)
                 except ShufflerRefused as error:  # the disk is full, so it tries again later
                     _log.error("old batches are not destroyed", extra={"reason": str(error)})
                 await asyncio.to_thread(memory.give_back)
