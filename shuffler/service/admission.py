@@ -24,16 +24,9 @@ _log = logging.getLogger("shufl.shuffler")
 _STATUS = {
     Refusal.NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.NOT_OWNER: grpc.StatusCode.PERMISSION_DENIED,
-    Refusal.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.IDLE: grpc.StatusCode.ABORTED,
     Refusal.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
-    Refusal.UNKNOWN_RUN: grpc.StatusCode.NOT_FOUND,
-    Refusal.UNKNOWN_ROUND: grpc.StatusCode.NOT_FOUND,
-    Refusal.RUN_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
-    Refusal.BATCH_LOST: grpc.StatusCode.DATA_LOSS,
-    Refusal.STORAGE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.STORAGE_FAILED: grpc.StatusCode.INTERNAL,
 }
+"""Statuses of refusals other than `FAILED_PRECONDITION`; clients read the text alone."""
 
 
 class Gate:
@@ -81,7 +74,7 @@ class Gate:
         """
         status = grpc.StatusCode.ABORTED
         if isinstance(why, ShufflerRefused):
-            self._metrics.refusals.labels(why.reason).inc()
+            self._metrics.refusals.labels(why.reason.name).inc()
             status = _STATUS.get(why.reason, grpc.StatusCode.FAILED_PRECONDITION)
         with suppress(grpc.aio.UsageError):  # it is being ended already
             await context.abort(status, str(why))

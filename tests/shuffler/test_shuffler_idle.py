@@ -165,7 +165,6 @@ def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(here, rela
         pytest.raises(ShufflerError, match=r"IDLE|nothing within 0.5 s"),
     ):
         list(intake.submit(header, [(0, sealed)]))
-    assert intake.counts == {"LOST": 1}
 
 
 @pytest.mark.slow

@@ -276,7 +276,7 @@ def test_any_bytes_are_answered_in_our_words_and_the_shuffler_goes_on(fuzzed, da
     except grpc.RpcError as error:
         reason = error.details().partition(":")[0]
         assert reason in Refusal.__members__ or error.code() is grpc.StatusCode.NOT_FOUND
-        code, malformed = error.code(), reason == Refusal.MALFORMED
+        code, malformed = error.code(), reason == Refusal.MALFORMED.name
     else:
         code, malformed = grpc.StatusCode.OK, False
     assert malformed is (code is grpc.StatusCode.INVALID_ARGUMENT)
