@@ -46,15 +46,20 @@ class Credentials:
             ValueError: if a file does not hold what it should, or the key is not the certificate's.
             OSError: if one cannot be read.
         """
-        files = [directory / file for file in ("authority.pem", f"{name}.pem", f"{name}.key")]
-        authority, certificate = (read_certificate(path) for path in files[:2])
-        if certificate.public_key() != read_key(files[2]).public_key():
-            raise ValueError(f"{files[2]}: not the key of {files[1]}")
+        files = (directory / file for file in ("authority.pem", f"{name}.pem", f"{name}.key"))
+        return cls.of_files(*files)
+
+    @classmethod
+    def of_files(cls, authority: Path, certificate: Path, key: Path) -> Credentials:
+        """What three files hold; raises as `read` does."""
+        issuer, own = read_certificate(authority), read_certificate(certificate)
+        if own.public_key() != read_key(key).public_key():
+            raise ValueError(f"{key}: not the key of {certificate}")
         try:
-            certificate.verify_directly_issued_by(authority)
+            own.verify_directly_issued_by(issuer)
         except (ValueError, TypeError, InvalidSignature):
-            raise ValueError(f"{files[1]}: not issued by {files[0]}") from None
-        return cls(*(path.read_bytes() for path in files))
+            raise ValueError(f"{certificate}: not issued by {authority}") from None
+        return cls(*(path.read_bytes() for path in (authority, certificate, key)))
 
     @property
     def name(self) -> str:

@@ -318,9 +318,8 @@ def _builder(
     root = issuer is None
     usages = dict.fromkeys(_USAGES, False)
     usages["key_cert_sign" if root else "digital_signature"] = True
-    own_id = x509.SubjectKeyIdentifier.from_public_key(key)
-    signer_id = own_id if issuer is None else _key_id(issuer)
-    by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(signer_id)
+    signer = issuer.public_key() if issuer is not None else key
+    by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -332,17 +331,9 @@ def _builder(
         .add_extension(x509.BasicConstraints(root, 0 if root else None), critical=True)
         .add_extension(x509.KeyUsage(**usages), critical=True)
         # Python 3.13 and later verify as RFC 5280 asks, with the ids of both keys.
-        .add_extension(own_id, critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(by, critical=False)
     )
-
-
-def _key_id(issuer: x509.Certificate) -> x509.SubjectKeyIdentifier:
-    """As the certificate has it, which another tool may have made."""
-    try:
-        return issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    except x509.ExtensionNotFound:
-        return x509.SubjectKeyIdentifier.from_public_key(issuer.public_key())
 
 
 def _host(host: str) -> x509.GeneralName:

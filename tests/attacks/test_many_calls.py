@@ -27,7 +27,7 @@ BYTES = 20_000
 def attacked() -> Iterator[tuple[World, Credentials]]:
     """A shuffler, and the credential of who attacks it."""
     authority = Authority.create()
-    with ShufflerProcess(authority=authority, limits=LIMITS, start_timeout=LIMIT) as process:
+    with ShufflerProcess(authority=authority, limits=LIMITS) as process:
         world = World(process)
         yield world, authority.issue(Role.NODE, "attacker", users=1)
         world.close()

@@ -265,7 +265,7 @@ def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(tmp_path
 @pytest.mark.nightly
 def test_a_shuffler_that_hangs_is_found_out_and_loses_its_own_users_round_alone(tmp_path):
     """It neither answers nor closes its connection, as behind a cut cable, for 40 s."""
-    begun = functools.partial(ShufflerProcess, start_timeout=LIMIT, authority=AUTHORITY)
+    begun = functools.partial(ShufflerProcess, authority=AUTHORITY)
     with begun() as one, begun() as other:
         run = Run(tmp_path, [one, other])
 
@@ -328,7 +328,7 @@ class Mortal:
 
     def _start(self):
         about = {"listen": self.address, "authority": AUTHORITY}
-        process = self._kind(self.folder, **about, start_timeout=LIMIT)
+        process = self._kind(self.folder, **about)
         return process.__enter__()
 
     def kill(self, forget=False):

@@ -34,8 +34,8 @@ from shufl.shuffler import (
     key_digest,
     sealed_length,
 )
+from shufl.shuffler.config import Limits
 from shufl.shuffler.store import rounds, runs
-from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.errors import Closed
 
@@ -151,7 +151,7 @@ def test_a_plan_with_cover_and_no_window_is_for_simulations(tmp_path):
 
 
 def test_a_lease_books_the_disk_until_it_ends_and_leaves_no_line(tmp_path, clock):
-    store = RunStore(tmp_path / "state", quota=Quota(open_rounds=1))
+    store = RunStore(tmp_path / "state", Limits(open_rounds_per_server=1))
     for run in ("run", "other"):
         store.create_run(run, plan(**COVERED), LENGTH, "server")
     lines = len(store.record(0))
