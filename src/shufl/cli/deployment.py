@@ -108,9 +108,6 @@ def rehearse_command(
         Path | None, typer.Option(help="An empty folder for the sites. Default: a temporary one.")
     ] = None,
     runs: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
-    kill_node: Annotated[
-        bool, typer.Option(help="Kill the last node after two rounds, and bring it back.")
-    ] = False,
 ) -> None:
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
     from shufl.deploy.deployment import Deployment
@@ -128,7 +125,7 @@ def rehearse_command(
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"--folder must be empty, {folder} is not")
         with tempfile.TemporaryDirectory(prefix="shufl-") as temporary:
-            stopped_by = rehearse(plan, base, folder or Path(temporary), runs, kill_node)
+            stopped_by = rehearse(plan, base, folder or Path(temporary), runs)
     if stopped_by == "interrupt":
         raise typer.Exit(130)
 
