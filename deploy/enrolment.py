@@ -49,9 +49,8 @@ class Provisioned:
         waiting: requests that have not come.
         ending: when certificates end that do so soon, by name.
         to_withdraw: fingerprints of valid certificates of forgotten keys, and of those that say
-            something else than the name's new one.
-        stay_valid: last days of such certificates of shufflers and the SuperLink, by name: nobody
-            who is shown one asks whether it is withdrawn.
+            something else than the name's new one; none of shufflers and the SuperLink: nobody who
+            is shown one asks whether it is withdrawn.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -63,7 +62,6 @@ class Provisioned:
     waiting: list[str] = field(default_factory=list)
     ending: dict[str, datetime.datetime] = field(default_factory=dict)
     to_withdraw: list[str] = field(default_factory=list)
-    stay_valid: dict[str, str] = field(default_factory=dict)
 
 
 class Enrolment:
@@ -125,9 +123,7 @@ class Enrolment:
             name, says = each["name"], tuple(each.get(key) for key in ("key", "users", "shuffler"))
             if meant.setdefault(name, says) == says or each["until"] < today:
                 continue
-            if name in self._hosts:
-                self.done.stay_valid.setdefault(name, each["until"])
-            else:
+            if name not in self._hosts:
                 self.done.to_withdraw.insert(0, each["certificate"])
 
     def _log(self, did: str, **what: Any) -> None:

@@ -90,6 +90,8 @@ class ShufflerProcess:
         self.monitor = issue(Role.MONITOR, "monitor")
         all_limits = {**_LIMITS, **(limits or {})}
         config = {
+            "listen": listen,
+            "limits": all_limits,
             "tls": _TLS,
             "directory": directory and str(Path(directory).absolute()),
             "log_file": log_file and str(Path(log_file).absolute()),
@@ -100,7 +102,6 @@ class ShufflerProcess:
         self._config: dict[str, Any] = {
             name: value for name, value in config.items() if value is not None
         }
-        self._config |= {"listen": listen, "limits": all_limits}
         self.stop_timeout = all_limits["stop_seconds"] + _STOP_SECONDS
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None

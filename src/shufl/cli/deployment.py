@@ -93,10 +93,6 @@ def provision_command(
         typer.echo(f"waiting for {out / name}")
     for fingerprint in done.to_withdraw:
         typer.echo(f"to withdraw at every shuffler, unless that is done: {fingerprint}")
-    for name, until in done.stay_valid.items():
-        typer.echo(
-            f"valid   the former certificate of {name}, until {until}: it cannot be withdrawn"
-        )
     for name, end in done.ending.items():
         how = f"there: shufl keys renew keys --name {name}, and {name}.csr comes here"
         typer.echo(f"ending  {name}: its certificate is valid until {end:%F}; {how}")
