@@ -9,7 +9,6 @@ import http.client
 import importlib.metadata
 import resource
 import shutil
-import socket
 import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.credentials import read_certificate, renew_from
-from shufl.shuffler.wire.channel import parse_address
+from shufl.shuffler.wire.channel import parse_address, probe
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
 _LEAST_FREE = 10**9
@@ -149,13 +148,11 @@ class _Examination:
                 config.tls.revoked.read_text()
         with self.look("port", f"systemctl status {self._folder.name}-shuffler; or another port"):
             host, port, *_ = parse_address(load_config(path).listen)
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    if error.errno != errno.EADDRINUSE:  # by the shuffler itself, if it runs
-                        raise
+            try:
+                probe(host, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # by the shuffler itself, if it runs
+                    raise
 
     def node(self) -> None:
         """A node's site."""

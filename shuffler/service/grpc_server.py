@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from contextlib import suppress
 from typing import Any
@@ -22,7 +21,7 @@ from shufl.shuffler.service.intake_service import IntakeService
 from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
+from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address, probe
 from shufl.shuffler.wire.errors import ShufflerRefused
 
 _log = logging.getLogger("shufl.shuffler")
@@ -113,7 +112,7 @@ class ShufflerServer:
         self._changed = False
         return _configuration(self._gate.credentials)
 
-    async def stop(self, at_once: asyncio.Event | None = None) -> None:
+    async def stop(self, at_once: asyncio.Event) -> None:
         """Stops taking calls, gives those in progress time, and destroys all batches.
 
         Releases get `limits.stop_seconds`; all other calls two seconds, or as long as there are
@@ -121,7 +120,6 @@ class ShufflerServer:
 
         Once `at_once` is set nothing is waited for.
         """
-        at_once = at_once or asyncio.Event()
         stopping = asyncio.create_task(self._server.stop(self._stop_seconds + _STOP_SECONDS))
         enough = [
             asyncio.create_task(at_once.wait()),
@@ -186,9 +184,6 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
 def _probe(host: str, port: int, listen: str) -> None:
     """Finds out why an address cannot be had; gRPC only says that it cannot."""
     try:
-        for family, kind, *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(target)
+        probe(host, port)
     except OSError as error:
         raise ValueError(f"cannot listen on {listen}: {error.strerror}") from None

@@ -348,12 +348,15 @@ class Batch:
 
     def _read(self, cipher: CipherContext, number: int, start: int, length: int) -> bytes:
         with self._lock:
-            if self._descriptor < 0:
-                raise ShufflerRefused(Refusal.DISCARDED)
+            self._check_there()
             try:
                 return self._plain(cipher, number, start, length)
             except OSError as error:
                 raise storage_refusal(error) from error
+
+    def _check_there(self) -> None:
+        if self._descriptor < 0:
+            raise ShufflerRefused(Refusal.DISCARDED)
 
     def _plain(self, cipher: CipherContext, number: int, start: int, length: int) -> bytes:
         data = os.pread(self._descriptor, length, number * self.report_bytes + start)

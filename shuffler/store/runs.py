@@ -220,10 +220,8 @@ class RunStore:
             raise ShufflerRefused(Refusal.ROUND_NOT_CLOSED)
         if entry.outcome is None:
             raise ShufflerRefused(Refusal.BATCH_LOST)
-        if entry.outcome is Outcome.BELOW_MINIMUM:
-            raise ShufflerRefused(Refusal.BELOW_MINIMUM)
-        if entry.outcome is Outcome.DISCARDED:
-            raise ShufflerRefused(Refusal.DISCARDED)
+        if entry.outcome is not Outcome.RELEASABLE:
+            raise ShufflerRefused(Refusal[entry.outcome.name])
         if entry.batch is None:
             raise ShufflerRefused(Refusal.ALREADY_RELEASED)
         if not entry.released:
@@ -240,15 +238,14 @@ class RunStore:
 
     def end_old_rounds(self, seconds: float) -> None:
         """Destroys batches that have waited so long for the server, and leases that are over."""
-        now, old = time.monotonic(), []
+        now = time.monotonic()
         for run in self._runs.values():
             if run.lease is not None and run.lease[1] < now:
                 self._end_lease(run)  # first: it takes no line of the record
+        for run in self._runs.values():
             for entry in run.batches():
                 if now - entry.waits_since > seconds:
-                    old.append((run.run_id, entry.number))
-        for run_id, number in old:
-            self.end_round(run_id, number)
+                    self.end_round(run.run_id, entry.number)
 
     def end_run(self, run_id: str) -> None:
         """Destroys all batches of a run; its id cannot be used again."""

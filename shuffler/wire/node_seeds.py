@@ -93,7 +93,7 @@ def read_seed(payload: bytes, header: RoundHeader, authority: bytes | None) -> S
         raise ValueError("it stands for no user")
     if authority is None:
         return Seed(seed, users, "")
-    caller, key = _signer(payload[_START.size :][:length], authority) or (None, None)
+    caller, key = _signer(payload[_START.size :][:length], authority)
     if caller is None or key is None or caller.expired:
         raise ValueError("no node with a valid certificate has signed it")
     try:
@@ -111,15 +111,14 @@ def read_seed(payload: bytes, header: RoundHeader, authority: bytes | None) -> S
 @functools.lru_cache(maxsize=2**16)
 def _signer(
     certificate: bytes, authority: bytes
-) -> tuple[Caller, ec.EllipticCurvePublicKey] | None:
+) -> tuple[Caller | None, ec.EllipticCurvePublicKey | None]:
     """The node that a certificate (DER) of the authority names, and its key; None: it is none."""
     with contextlib.suppress(Exception):  # whatever cryptography raises for made-up bytes
         loaded = x509.load_der_x509_certificate(certificate)
         key, caller = loaded.public_key(), caller_of(loaded.public_bytes(Encoding.PEM))
-        of_node = caller is not None and caller.role is Role.NODE and caller.is_of(authority)
-        if caller is not None and of_node and isinstance(key, ec.EllipticCurvePublicKey):
-            return caller, key
-    return None
+        if caller and caller.role is Role.NODE and caller.is_of(authority):
+            return caller, key if isinstance(key, ec.EllipticCurvePublicKey) else None
+    return None, None
 
 
 def _signed(seed: bytes, users: int, header: RoundHeader) -> bytes:
