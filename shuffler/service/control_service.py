@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
-import grpc
+from grpc.aio import ServicerContext
 
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.config import Limits
@@ -54,9 +54,7 @@ class ControlService:
         self._store.close()
         self._blankets.shutdown(cancel_futures=True)
 
-    async def CreateRun(
-        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def CreateRun(self, request: Any, caller: Caller, context: ServicerContext) -> Any:
         """Registers a run and its plan."""
         digest = await self.call(
             self._store.create_run, request.run_id, request.plan, request.report_bytes, caller.name
@@ -64,15 +62,13 @@ class ControlService:
         _log.info("run created", extra={"run": request.run_id})
         return shuffler_pb2.CreateRunReply(plan_digest=digest)
 
-    async def Reserve(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
+    async def Reserve(self, request: Any, caller: Caller, context: ServicerContext) -> Any:
         """Books the disk for the next round of a run."""
         await self._check_owner(request, caller)
         await self.call(self._store.reserve, request.run_id)
         return shuffler_pb2.ReserveReply()
 
-    async def OpenRound(
-        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def OpenRound(self, request: Any, caller: Caller, context: ServicerContext) -> Any:
         """Opens a round for reports."""
         about = request.run_id, request.round
         await self._check_owner(request, caller)
@@ -82,9 +78,7 @@ class ControlService:
         _log.info("round opened", extra=_about(request))
         return shuffler_pb2.OpenRoundReply(nonce=nonce)
 
-    async def CloseRound(
-        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def CloseRound(self, request: Any, caller: Caller, context: ServicerContext) -> Any:
         """Answers when a round is over."""
         await self._check_owner(request, caller)
         about = request.run_id, request.round
@@ -139,9 +133,7 @@ class ControlService:
         was_open = self._store.seconds_left(run_id, number) is not None
         return self._store.close_round(run_id, number), was_open
 
-    async def Release(
-        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def Release(self, request: Any, caller: Caller, context: ServicerContext) -> None:
         """Sends a closed batch."""
         await self._check_owner(request, caller)
         ended = asyncio.get_running_loop().create_future()
@@ -175,9 +167,7 @@ class ControlService:
             # Where it has failed meanwhile, asyncio would log that nobody looked.
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def EndRound(
-        self, request: Any, caller: Caller, context: grpc.aio.ServicerContext
-    ) -> Any:
+    async def EndRound(self, request: Any, caller: Caller, context: ServicerContext) -> Any:
         """Destroys the batch of a round."""
         await self._check_owner(request, caller)
         await self.call(self._store.end_round, request.run_id, request.round)
@@ -186,7 +176,7 @@ class ControlService:
             playing.cancel()
         return shuffler_pb2.EndRoundReply()
 
-    async def EndRun(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
+    async def EndRun(self, request: Any, caller: Caller, context: ServicerContext) -> Any:
         """Destroys all batches of a run."""
         await self._check_owner(request, caller)
         await self.call(self._store.end_run, request.run_id)
@@ -196,7 +186,7 @@ class ControlService:
                 playing.cancel()
         return shuffler_pb2.EndRunReply()
 
-    async def Entries(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def Entries(self, request: Any, context: ServicerContext) -> Any:
         """Gives the next entries of the public record, to whoever can connect."""
         entries = await self.call(self._store.record, request.first)
         return shuffler_pb2.EntriesReply(entries=entries)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2
 
 from shufl.shuffler.callers import Caller, Revoked, Role
@@ -81,7 +82,10 @@ class ShufflerServer:
         """
         host, port, _ = parse_address(listen)
         address = join_address(host, port)
-        _probe(host, port, listen)
+        try:
+            probe(host, port)
+        except OSError as error:  # gRPC says only that it cannot
+            raise ValueError(f"cannot listen on {listen}: {error.strerror}") from None
         try:
             tls = grpc.dynamic_ssl_server_credentials(
                 _configuration(self._gate.credentials),
@@ -168,7 +172,7 @@ class _Health:
     There is no `Watch`: each would be a call that never ends.
     """
 
-    async def Check(self, request: Any, _: Caller, context: grpc.aio.ServicerContext) -> Any:
+    async def Check(self, request: Any, _: Caller, context: ServicerContext) -> Any:
         """Answers about the whole shuffler, which alone has a status."""
         if request.service:
             await context.abort(grpc.StatusCode.NOT_FOUND)
@@ -179,11 +183,3 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
     return grpc.ssl_server_certificate_configuration(
         [(credentials.private_key, credentials.certificate)], credentials.authority
     )
-
-
-def _probe(host: str, port: int, listen: str) -> None:
-    """Finds out why an address cannot be had; gRPC only says that it cannot."""
-    try:
-        probe(host, port)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {listen}: {error.strerror}") from None

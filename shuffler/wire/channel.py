@@ -102,7 +102,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def probe(host: str, port: int) -> None:
-    """Listens at an address for a moment.
+    """Takes an address for a moment.
 
     Raises:
         OSError: this machine does not have it, or another process does.
