@@ -22,8 +22,8 @@ from shufl.deploy.deployment import Deployment, Site
 from shufl.deploy.server_site import LOG_FILE, append_log
 from shufl.protocol.files import write_whole
 from shufl.protocol.validation import ConfigError
-from shufl.shuffler.callers import Role, fingerprint_of
-from shufl.shuffler.credentials import read_certificate, renew_from
+from shufl.shuffler.callers import Role
+from shufl.shuffler.credentials import fingerprint_of, read_certificate, renew_from
 from shufl.shuffler.keys import Authority, Request
 
 Approve = Callable[[str, str], bool]

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shufl.protocol.files import write_whole
-from shufl.shuffler.callers import fingerprint_of
 
 CURVE = ec.SECP256R1
 SECRET = 0o600
@@ -112,6 +111,11 @@ def read_certificate(path: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (ValueError, x509.InvalidVersion):
         raise ValueError(f"{path}: not a certificate in PEM") from None
+
+
+def fingerprint_of(certificate: x509.Certificate) -> str:
+    """SHA-256 of a certificate, hexadecimal: what withdraws it alone."""
+    return certificate.fingerprint(hashes.SHA256()).hex()
 
 
 def renew_from(certificate: x509.Certificate) -> datetime.datetime:

@@ -31,7 +31,7 @@ from shufl.protocol.mechanisms.summed_reports import (
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.shuffler import IntakeClient, ReportOpener, ShufflerProcess, Verdict
-from shufl.shuffler.wire.node_seeds import read_seed
+from shufl.shuffler.wire.seed_reader import read_seed
 from shufl.simulator.canary import canary_rounds, check_end_to_end, likelihood_score, run_canary
 from shufl.simulator.engines.flower import FlowerEngine
 

@@ -257,7 +257,7 @@ def test_a_day_of_rounds_leaves_nothing_that_grows(memory_path: Path):
 
 
 def test_ended_runs_leave_their_ids_and_runs_at_once_are_limited(tmp_path: Path):
-    store = RunStore(tmp_path / "directory")
+    store = RunStore(tmp_path / "directory", Limits(runs_per_server=100))
     for number in range(200):
         store.create_run(f"run {number}", plan(1, 1), LENGTH)
         store.end_run(f"run {number}")
