@@ -50,6 +50,7 @@ from shufl.shuffler import (
     RoundHeader,
     ShufflerError,
     ShufflerProcess,
+    Verdict,
     generate_key_pair,
     key_digest,
     seal,
@@ -217,12 +218,13 @@ def run(
         together = threading.Barrier(count)
 
         def node(own: Credentials) -> tuple[int, float]:
+            verdicts: list[Verdict] = []
             with IntakeClient(address, own) as intake:
                 together.wait()
                 begun = time.perf_counter()
                 with suppress(ShufflerError):
-                    list(intake.submit(header, [(0, sealed)], deadline=DEADLINE))
-                return intake.counts["ACCEPTED"], time.perf_counter() - begun
+                    verdicts += intake.submit(header, [(0, sealed)], deadline=DEADLINE)
+                return verdicts.count(Verdict.ACCEPTED), time.perf_counter() - begun
 
         with flood(address), ThreadPoolExecutor(count) as pool:
             results = list(pool.map(node, credentials))

@@ -82,9 +82,7 @@ class DeviceNode(Node):
             self._records(0),
         )
         try:
-            self._worker.check(window)
-            more = self._worker.fill(self._records)
-            self._worker.check_records(window)
+            more = self._worker.load(self._records, window)
         except BaseException:
             self._worker.close()
             raise

@@ -29,6 +29,7 @@ from pydantic import Field, ValidationError
 
 from shufl import accounting
 from shufl.accounting.privacy_plan import PrivacyPlan
+from shufl.learning.config_section import read_file
 from shufl.protocol.mechanisms import new_allocation_key
 from shufl.protocol.plan import ON_THEIR_OWN, Plan
 from shufl.protocol.plan_fields import AccountantName, Adjacency, CheckInRate
@@ -40,7 +41,6 @@ from shufl.protocol.validation import (
     Positive,
     Probability,
     first_mistake,
-    read_toml,
 )
 from shufl.shuffler import RoundHeader
 
@@ -420,10 +420,7 @@ def read_device(path: Path) -> tuple[Path, DeviceLimits]:
     Raises:
         ValueError: one line that says what is wrong.
     """
-    try:
-        content = read_toml(path)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+    content = read_file(path)
     ledger = content.pop("ledger", None)
     if not isinstance(ledger, str) or not ledger or "\0" in ledger:
         raise ValueError(f"{path}: ledger must be the path of the device's ledger, got {ledger!r}")

@@ -293,8 +293,7 @@ class Node:
                 if verdict is not Verdict.ACCEPTED:
                     raise ReportFailed(f"round {number}: a report was rejected: {verdict.name}")
         except ShufflerError as error:
-            lost = intake.counts["LOST"]
-            raise ReportFailed(f"round {number}: {lost} reports lost so far: {error}") from error
+            raise ReportFailed(f"round {number}: reports are lost: {error}") from error
 
     def _coins(self, users: np.ndarray, round: PreparedRound, node: int) -> np.ndarray:
         """Whether each user reports in a round: by coins, or as a node's device has drawn it."""

@@ -171,16 +171,23 @@ class Worker:
                 f"take, got {window.work_until:g}"
             )
 
-    def check_records(self, window: Window) -> None:
-        """Refuses the records that it was filled with if the model cannot train on some of them.
+    def load(self, records: UserRecords, window: Window) -> int:
+        """Loads the records of all users, for rounds of a window.
+
+        Returns:
+            How many users have more records than are used.
 
         Raises:
-            ValueError: it cannot; names the first such user.
+            ValueError: the window is too short, or the model cannot train on some of the records;
+                names the first such user.
         """
+        self.check(window)
+        more = self.fill(records)
         try:
             self._try(window.work_until)
         except (ValueError, OSError) as error:
             raise ValueError(f"data: the updates of this node's users: {error}") from None
+        return more
 
     def _try(self, seconds: float) -> None:
         """Computes everybody's update of the model as it is made."""

@@ -9,10 +9,9 @@ import http.client
 import importlib.metadata
 import resource
 import shutil
-import socket
 import ssl
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.credentials import read_certificate, renew_from
-from shufl.shuffler.wire.channel import parse_address
+from shufl.shuffler.wire.channel import parse_address, probe
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
 _LEAST_FREE = 10**9
@@ -79,7 +78,6 @@ class _Examination:
     def __init__(self, folder: Path, role: str):
         self.findings: list[Finding] = []
         self._folder, self._keys, self._role = folder, folder / "keys", role
-        self._skew: float | None = None
 
     @contextmanager
     def look(self, what: str, fix: str = "") -> Iterator[list[str]]:
@@ -121,7 +119,6 @@ class _Examination:
     def server(self) -> None:
         """The server's site."""
         _, address = flower_connection(self._folder)
-        self._find_skew(address)
         self._certificate("server", Role.SERVER, 0)
         self._days("superlink", "SuperLink's certificate")
         self._plan()
@@ -151,18 +148,15 @@ class _Examination:
                 config.tls.revoked.read_text()
         with self.look("port", f"systemctl status {self._folder.name}-shuffler; or another port"):
             host, port, *_ = parse_address(load_config(path).listen)
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    if error.errno != errno.EADDRINUSE:  # by the shuffler itself, if it runs
-                        raise
+            try:
+                probe(host, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # by the shuffler itself, if it runs
+                    raise
 
     def node(self) -> None:
         """A node's site."""
         site = load_site(self._folder / "node.toml", NodeSite)
-        self._find_skew(site.superlink)
         self._certificate(Path(site.certificate).stem, Role.NODE, site.users)
         with self.look("key for Flower", "shufl keys flower keys"):
             _check_private(self._keys / "flower.key")
@@ -221,18 +215,13 @@ class _Examination:
         with self.look(what, fix):
             certificate, now = read_certificate(path), datetime.datetime.now(datetime.UTC)
             begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-            real = now - datetime.timedelta(seconds=self._skew or 0.0)
             if not begins <= now <= ends:
-                if self._skew is None:
-                    fix = f"{_SET_CLOCK}, if that is not the time; else {fix}"
-                if begins <= real <= ends:
-                    fix = _SET_CLOCK
                 raise _Trouble(
                     f"{path} is valid from {begins:%F %T} to {ends:%F %T}, here it is {now:%F %T}",
-                    fix,
+                    f"{_SET_CLOCK}, if that is not the time; else {fix}",
                 )
-            if real > renew_from(certificate):
-                raise _Trouble(f"{path} is valid for {(ends - real).days} days more")
+            if now > renew_from(certificate):
+                raise _Trouble(f"{path} is valid for {(ends - now).days} days more")
 
     def _plan(self) -> None:
         with self.look("plan", "put run.toml back as `shufl provision` made it"):
@@ -255,27 +244,12 @@ class _Examination:
     def _remedy(self, refused: str) -> str:
         """What mends TLS, by the text of its error; empty: the error is another one."""
         if "expired" in refused or "not yet valid" in refused:
-            if self._clock_is_wrong:
-                return _SET_CLOCK
-            return "ask who runs it: its certificate has to be renewed"
+            return f"{_SET_CLOCK}, if this clock is wrong; else its certificate has to be renewed"
         if "certificate" in refused.lower():
             return "put the authorities' certificates in keys, as `shufl provision` wrote them"
         if any(each.trouble and "certificate" in each.what for each in self.findings):
             return "as above: it ends calls whose certificate is not valid"
         return ""
-
-    def _find_skew(self, address: str) -> None:
-        """By how many seconds this clock is ahead of the SuperLink's machine, if that answers."""
-        before = datetime.datetime.now(datetime.UTC)
-        with suppress(OSError, ValueError, http.client.HTTPException):
-            theirs = _answer_date(address, _TRUSTING)
-            ahead = (before - theirs).total_seconds() - 1.0  # their answer has whole seconds
-            behind = (theirs - datetime.datetime.now(datetime.UTC)).total_seconds()
-            self._skew = ahead if ahead > 0 else -max(behind, 0.0)
-
-    @property
-    def _clock_is_wrong(self) -> bool:
-        return self._skew is not None and not -_MOST_BEHIND <= self._skew <= _MOST_AHEAD
 
     def _superlink(self, address: str, fix: str) -> None:
         with self.look(f"SuperLink {address}", fix):
@@ -287,12 +261,15 @@ class _Examination:
                 if error.verify_code == _OTHER_HOST:
                     remedy = "server.host in deployment.toml must be the name that nodes use"
                 raise _Trouble(f"its certificate: {error.verify_message}", remedy) from error
-        with self.look("clock", _SET_CLOCK):
-            if self._skew is None:
-                raise _Trouble("is not known while the SuperLink cannot be asked", "as above")
-            if self._clock_is_wrong:
-                how = "ahead of" if self._skew > 0 else "behind"
-                raise _Trouble(f"{abs(self._skew):.0f} s {how} the SuperLink's machine")
+        with self.look("clock", "as above"):
+            before = datetime.datetime.now(datetime.UTC)
+            theirs = _answer_date(address, _TRUSTING)
+            ahead = (before - theirs).total_seconds() - 1.0  # their answer has whole seconds
+            behind = (theirs - datetime.datetime.now(datetime.UTC)).total_seconds()
+            if ahead > _MOST_AHEAD:
+                raise _Trouble(f"{ahead:.0f} s ahead of the SuperLink's machine", _SET_CLOCK)
+            if behind > _MOST_BEHIND:
+                raise _Trouble(f"{behind:.0f} s behind the SuperLink's machine", _SET_CLOCK)
 
 
 def examine(folder: Path) -> list[Finding]:

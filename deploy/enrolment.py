@@ -22,9 +22,9 @@ from shufl.deploy.deployment import Deployment, Site
 from shufl.deploy.server_site import LOG_FILE, append_log
 from shufl.protocol.files import write_whole
 from shufl.protocol.validation import ConfigError
-from shufl.shuffler.callers import Role, fingerprint_of
-from shufl.shuffler.credentials import read_certificate, renew_from
-from shufl.shuffler.keys import Authority, Request, was_cut_short
+from shufl.shuffler.callers import Role
+from shufl.shuffler.credentials import fingerprint_of, read_certificate, renew_from
+from shufl.shuffler.keys import Authority, Request
 
 Approve = Callable[[str, str], bool]
 """Given a key's name and SHA-256, says whether its party has read out the same SHA-256."""
@@ -49,9 +49,8 @@ class Provisioned:
         waiting: requests that have not come.
         ending: when certificates end that do so soon, by name.
         to_withdraw: fingerprints of valid certificates of forgotten keys, and of those that say
-            something else than the name's new one.
-        stay_valid: last days of such certificates of shufflers and the SuperLink, by name: nobody
-            who is shown one asks whether it is withdrawn.
+            something else than the name's new one; none of shufflers and the SuperLink: nobody who
+            is shown one asks whether it is withdrawn.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -63,7 +62,6 @@ class Provisioned:
     waiting: list[str] = field(default_factory=list)
     ending: dict[str, datetime.datetime] = field(default_factory=dict)
     to_withdraw: list[str] = field(default_factory=list)
-    stay_valid: dict[str, str] = field(default_factory=dict)
 
 
 class Enrolment:
@@ -125,9 +123,7 @@ class Enrolment:
             name, says = each["name"], tuple(each.get(key) for key in ("key", "users", "shuffler"))
             if meant.setdefault(name, says) == says or each["until"] < today:
                 continue
-            if name in self._hosts:
-                self.done.stay_valid.setdefault(name, each["until"])
-            else:
+            if name not in self._hosts:
                 self.done.to_withdraw.insert(0, each["certificate"])
 
     def _log(self, did: str, **what: Any) -> None:
@@ -229,8 +225,7 @@ class Enrolment:
     def _authority(self, name: str) -> Authority:
         """The authority in a folder, made if there is none."""
         folder = self._out / name
-        key, certificate = folder / "authority.key", folder / "authority.pem"
-        if not certificate.exists() or was_cut_short(key, certificate):
+        if not (folder / "authority.pem").exists():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             Authority.create().write(folder)
             self._log("made", name=name)

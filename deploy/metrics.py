@@ -78,13 +78,9 @@ def _of_node(folder: Path) -> Iterator[_Sample]:
     """What the owner's ledger says."""
     site = load_site(folder / "node.toml", NodeSite)
     path, limits = read_device(Path(site.device))
-    runs = runs_of(path, limits)
-    charged, offered = sum(map(limits.charge, runs)), sum(run.offered for run in runs)
+    charged, most = sum(map(limits.charge, runs_of(path, limits))), limits.most_epsilon
     yield "shufl_device_epsilon", "ε charged to the owner, over all runs", charged, {}
-    most = limits.most_epsilon
     yield "shufl_device_epsilon_most", "The most that the owner accepts", most, {}
-    yield "shufl_device_runs", "Runs that were offered", len(runs), {}
-    yield "shufl_device_rounds", "Rounds that were offered", offered, {}
 
 
 _OF_ROLE = {"server": _of_server, "node": _of_node}

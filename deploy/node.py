@@ -118,9 +118,7 @@ class NodeWork:
             self.make_model, self.training, self.site.users, window.most_records, records(0)
         )
         with closing(worker):
-            worker.check(window)
-            worker.fill(records)
-            worker.check_records(window)
+            worker.load(records, window)
             return worker.needed
 
     def link(self) -> float:

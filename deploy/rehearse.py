@@ -7,7 +7,6 @@ TLS and node authentication; Flower's SuperLink and SuperNodes, shufflers and no
 from __future__ import annotations
 
 import functools
-import math
 import os
 import signal
 import socket
@@ -38,7 +37,6 @@ from shufl.shuffler.keys import Request, make_flower_key
 _START_SECONDS = 600.0
 _STOP_SECONDS = 10.0
 _AGAIN_SECONDS = 2.0
-_AWAY_SECONDS = 30.0
 
 
 _Reached = TypeVar("_Reached", ServerEntry, ShufflerEntry)
@@ -204,49 +202,16 @@ class Rehearsal:
         process.wait()
 
 
-def rehearse(deployment: Deployment, base: Path, folder: Path, runs: Path, kill_node: bool) -> str:
+def rehearse(deployment: Deployment, base: Path, folder: Path, runs: Path) -> str:
     """Runs a deployment on this machine from keys to the end of its budget.
 
-    The deployment's file is in `base`; the sites go to `folder` and the run folder to `runs`. With
-    `kill_node` the last node is killed after two rounds, and brought back after two more, or after
-    a while if the run does not go on without it. Returns what stopped the run.
+    The deployment's file is in `base`; the sites go to `folder` and the run folder to `runs`.
+    Returns what stopped the run.
 
     Raises:
         ConfigError: before any work.
         EngineFailed, RoundFailed: it ended early; everything stays in the folder.
     """
     with Rehearsal(deployment, base, folder) as rehearsal:
-        server = rehearsal.folder / "server"
-        stop = threading.Event()
-        if kill_node:
-            thread = threading.Thread(target=_kill_and_bring_back, args=(rehearsal, runs, stop))
-            thread.start()
-        try:
-            site, config = server / "server.toml", load(str(server / "run.toml"))
-            return run_on(deployment.name, site, config, runs)
-        finally:
-            stop.set()
-            if kill_node:
-                thread.join()
-
-
-def _kill_and_bring_back(rehearsal: Rehearsal, runs: Path, stop: threading.Event) -> None:
-    name = list(rehearsal.deployment.numbered.values())[-1].name
-    before = set(runs.glob("*/metrics.jsonl"))
-
-    def wait_for_rounds(rounds: int, seconds: float = math.inf) -> None:
-        deadline = time.monotonic() + seconds
-        while not stop.wait(0.2) and time.monotonic() < deadline:
-            new = set(runs.glob("*/metrics.jsonl")) - before
-            if any(file.read_text().count("\n") >= rounds for file in new):
-                return
-
-    wait_for_rounds(2)
-    if stop.is_set():
-        return
-    rehearsal.kill(name)
-    print(f"killed {name}", flush=True)
-    wait_for_rounds(4, _AWAY_SECONDS)
-    if not stop.is_set():
-        rehearsal.start_node(name)
-        print(f"brought {name} back", flush=True)
+        site, config = (rehearsal.folder / "server" / name for name in ("server.toml", "run.toml"))
+        return run_on(deployment.name, site, load(str(config)), runs)

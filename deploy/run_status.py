@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shufl.accounting import Ledger, LedgerError, rounds_within_budget
-from shufl.deploy.server_site import OUTCOME_FILE, ServerSite
+from shufl.deploy.server_site import OUTCOME_FILE, ServerSite, read_json
 from shufl.protocol.outcomes import NODES_FILE
 from shufl.protocol.validation import ConfigError
 from shufl.results.run_folder import read_run
@@ -69,7 +68,9 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         raise ConfigError(str(error)) from error
     plan, spent = ledger.plan, len(ledger.entries)
     allowed, running = rounds_within_budget(plan), Ledger.is_held(folder / "ledger.jsonl")
-    end = {} if running else _read(folder / "summary.json", {}) | _read(folder / OUTCOME_FILE, {})
+    end: dict[str, Any] = {}
+    for name in () if running else ("summary.json", OUTCOME_FILE):
+        end |= read_json(folder / name, {})
     why = str(end.get("error") or end.get("stopped_by", ""))
     state = "ended" if why in ("budget", "rounds") else "interrupted"
     lately = [row["seconds"] for row in rows[-_LATELY:]]
@@ -87,7 +88,7 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         score_name=rows[-1]["score"] if rows else "",
         score=next((score for _, score in reversed(scores_of(rows))), None),
         seconds_left=left,
-        nodes=[_node(node, now, site) for node in _read(folder / NODES_FILE, [])],
+        nodes=[_node(node, now, site) for node in read_json(folder / NODES_FILE, [])],
         shufflers={each: health_of(each, site.credentials) for each in site.shufflers}
         if site
         else {},
@@ -109,14 +110,6 @@ def _node(node: dict[str, Any], now: float, site: ServerSite | None) -> dict[str
     if node["name"] in certificates:
         about = certificates[node["name"]].model_dump(include={*about})
     return told | about | {"silent_seconds": silent if node["trouble"] else 0.0}
-
-
-def _read(path: Path, otherwise: Any) -> Any:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return otherwise
-    return read if isinstance(read, type(otherwise)) else otherwise
 
 
 def health_of(address: str, credentials: Credentials) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -126,6 +126,15 @@ def flower_connection(folder: Path) -> tuple[str, str]:
             f"{path} must have the SuperLink's address, as `shufl provision` wrote it"
         ) from None
     return name, address
+
+
+def read_json(path: Path, otherwise: Any) -> Any:
+    """What a JSON file holds; `otherwise` where it is missing, cut short or of another type."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return otherwise
+    return read if isinstance(read, type(otherwise)) else otherwise
 
 
 def append_log(folder: Path, did: str, **what: object) -> None:

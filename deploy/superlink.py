@@ -34,6 +34,7 @@ from shufl.deploy.server_site import (
     ServerSite,
     append_log,
     flower_connection,
+    read_json,
 )
 from shufl.deploy.site_files import load_site
 from shufl.learning.config import Config
@@ -335,8 +336,5 @@ def _refusal(output: bytes) -> str:
 
 def _outcome(file: Path, attempt: str) -> dict[str, str]:
     """How an attempt ended ("": any attempt); empty: it has not ended, or left no outcome."""
-    try:
-        outcome: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or cut short as the machine lost its power
-        return {}
-    return outcome if attempt in ("", outcome["attempt"]) else {}
+    outcome: dict[str, str] = read_json(file, {})
+    return outcome if attempt in ("", outcome.get("attempt")) else {}

@@ -26,7 +26,7 @@ from shufl.shuffler import (
     decode_report,
     empty_report,
 )
-from shufl.shuffler.wire.node_seeds import read_seed
+from shufl.shuffler.wire.seed_reader import read_seed
 
 if TYPE_CHECKING:
     from shufl.accounting import PrivacyPlan

@@ -68,11 +68,9 @@ def read_node(said: dict[str, Any], shufflers: int, mixing: Mixing) -> NodeState
         )
     version = said.get("sums", 1)
     if mixing == "sum" and version != SUM_VERSION:
-        newer = type(version) is int and version > SUM_VERSION
-        older = "this server" if newer else "the node"
         raise ValueError(
             f"its messages with sums are of version {reprlib.repr(version)}, this server's of "
-            f"{SUM_VERSION}: upgrade shufl on {older}"
+            f"{SUM_VERSION}: node and server must have the same version of shufl"
         )
     return NodeState(number, users, name=f"node {number}", heard=time.time())
 

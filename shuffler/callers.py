@@ -21,7 +21,8 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes
+
+from shufl.shuffler.credentials import fingerprint_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """What a credential may be called."""
@@ -156,8 +157,3 @@ def _has_issued(authority: bytes, certificate: bytes) -> bool:
             loaded.verify_directly_issued_by(each)
             return True
     return False
-
-
-def fingerprint_of(certificate: x509.Certificate) -> str:
-    """SHA-256 of a certificate, hexadecimal: what withdraws it alone."""
-    return certificate.fingerprint(hashes.SHA256()).hex()

@@ -8,7 +8,6 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Self
@@ -32,6 +31,7 @@ _LIMITS = {
     "runs_per_server": 64,
     "open_rounds_per_server": 64,
 }
+_START_SECONDS = 600.0
 _STOP_SECONDS = 10.0  # to stop once the releases are over
 _DAYS = 30  # the longest such a process may live
 _ANY_USERS = 2**32  # a plan has no more
@@ -53,7 +53,7 @@ class ShufflerProcess:
         submit: what `IntakeClient` needs: a node's credentials for any number of users.
         monitor: credentials that may ask for its health.
         address: `HOST:PORT` where it listens; set when the block is entered.
-        stop_timeout: seconds after SIGTERM before SIGKILL.
+        stop_timeout: seconds after SIGTERM before SIGKILL: 10 more than the limit `stop_seconds`.
     """
 
     def __init__(
@@ -67,8 +67,6 @@ class ShufflerProcess:
         floor: Mapping[str, float] | None = None,
         authority: Authority | None = None,
         simulation_seed: int | None = None,
-        start_timeout: float = 30.0,
-        stop_timeout: float | None = None,
     ) -> None:
         """Remembers how to start; `__enter__` does it.
 
@@ -83,8 +81,6 @@ class ShufflerProcess:
             authority: issues the certificates; default: a fresh one.
             simulation_seed: makes its blankets a function of this, for a simulation; default: they
                 come from the operating system.
-            start_timeout: longest wait in seconds for the child to listen.
-            stop_timeout: as the attribute. Default: 10 more than the limit `stop_seconds`.
         """
         self.address = ""
         issue = functools.partial((authority or Authority.create(_DAYS)).issue, days=_DAYS)
@@ -94,6 +90,8 @@ class ShufflerProcess:
         self.monitor = issue(Role.MONITOR, "monitor")
         all_limits = {**_LIMITS, **(limits or {})}
         config = {
+            "listen": listen,
+            "limits": all_limits,
             "tls": _TLS,
             "directory": directory and str(Path(directory).absolute()),
             "log_file": log_file and str(Path(log_file).absolute()),
@@ -104,10 +102,7 @@ class ShufflerProcess:
         self._config: dict[str, Any] = {
             name: value for name, value in config.items() if value is not None
         }
-        self._config |= {"listen": listen, "limits": all_limits}
-        self._start_timeout = start_timeout
-        patience = all_limits["stop_seconds"] + _STOP_SECONDS
-        self.stop_timeout = patience if stop_timeout is None else stop_timeout
+        self.stop_timeout = all_limits["stop_seconds"] + _STOP_SECONDS
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -186,25 +181,20 @@ class ShufflerProcess:
 
     def _wait_for_address(self, child: subprocess.Popen[bytes]) -> str:
         assert child.stdout is not None
-        line = b""
-        deadline = time.monotonic() + self._start_timeout
-        while not line.endswith(b"\n"):
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([child.stdout], [], [], left)[0]:
-                raise ShufflerUnavailable(
-                    f"the shuffler did not start within {self._start_timeout:g} s{self._tail()}"
-                )
-            read = os.read(child.stdout.fileno(), 4096)
-            if not read:
-                child.wait(self.stop_timeout)
-                raise ShufflerUnavailable(
-                    f"the shuffler ended with exit code {child.returncode}{self._tail()}"
-                )
-            line += read
-        text = line.decode(errors="replace")
-        if not text.startswith(READY):
+        readable, _, _ = select.select([child.stdout], [], [], _START_SECONDS)
+        if not readable:
+            raise ShufflerUnavailable(
+                f"the shuffler did not start within {_START_SECONDS:g} s{self._tail()}"
+            )
+        line = child.stdout.readline().decode(errors="replace")
+        if not line:
+            child.wait(self.stop_timeout)
+            raise ShufflerUnavailable(
+                f"the shuffler ended with exit code {child.returncode}{self._tail()}"
+            )
+        if not line.startswith(READY):
             raise ShufflerUnavailable(f"the shuffler said {line!r} instead of its address")
-        return text.removeprefix(READY).strip()
+        return line.removeprefix(READY).strip()
 
     def _tail(self) -> str:
         """The end of the child's standard error, for a message."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import ssl
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shufl.protocol.validation import Seconds, first_mistake, read_toml
 from shufl.shuffler.credentials import Credentials, read_certificate
 from shufl.shuffler.store.operator_minimum import Floor
-from shufl.shuffler.store.quota import Quota
 from shufl.shuffler.wire.channel import MOST_USERS, parse_address
 
 Count = Annotated[int, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
@@ -49,35 +46,22 @@ class Tls(_Section):
                 authority, if others than its owner may read the key, or if the key is not the
                 certificate's. One line naming the file.
         """
-        own, issuer = read_certificate(self.certificate), read_certificate(self.authority)
+        credentials = Credentials.of_files(self.authority, self.certificate, self.key)
         if self.key.stat().st_mode & 0o077:
             raise ValueError(f"{self.key}: others than its owner may use it; chmod 600")
+        own, issuer = read_certificate(self.certificate), read_certificate(self.authority)
         now = datetime.datetime.now(datetime.UTC)
         for path, loaded in ((self.certificate, own), (self.authority, issuer)):
-            if now < loaded.not_valid_before_utc:
-                raise ValueError(f"{path}: not valid before {loaded.not_valid_before_utc:%Y-%m-%d}")
-            if now > loaded.not_valid_after_utc:
-                raise ValueError(f"{path}: expired on {loaded.not_valid_after_utc:%Y-%m-%d}")
+            begins, ends = loaded.not_valid_before_utc, loaded.not_valid_after_utc
+            if not begins <= now <= ends:
+                raise ValueError(f"{path}: valid from {begins:%F} to {ends:%F}, and not now")
         try:
             usage = list(own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
         except (ValueError, x509.ExtensionNotFound):
             usage = []
         if ExtendedKeyUsageOID.SERVER_AUTH not in usage:
             raise ValueError(f"{self.certificate}: not a shuffler's certificate (no serverAuth)")
-        try:
-            own.verify_directly_issued_by(issuer)
-        except (ValueError, TypeError, InvalidSignature):
-            raise ValueError(f"{self.certificate}: not issued by {self.authority}") from None
-        try:
-            # Asked here, because gRPC would only say that it cannot listen.
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self.certificate, self.key, password="")
-        except ssl.SSLError as error:
-            raise ValueError(
-                f"{self.key}: TLS certificate and key do not fit: {error.reason}"
-            ) from None
-        files = (self.authority, self.certificate, self.key)
-        return Credentials(*(path.read_bytes() for path in files))
+        return credentials
 
 
 class Limits(_Section):
@@ -91,8 +75,9 @@ class Limits(_Section):
         uploads: reports of more than 256 KiB that may be on their way at once in a round.
         runs_per_server: runs of one server credential that have not ended.
         open_rounds_per_server: open rounds in all of its runs.
-        disk_gigabytes_per_server: disk for the batches of its runs, each with room for reports of
-            all users. Left out: the whole disk.
+        disk_gigabytes_per_server: disk for the batches of its runs. Left out: the whole disk. A
+            batch takes all that could come into it, from its opening until it is destroyed: a
+            server that opens rounds until it is refused must not learn how many reports have come.
         idle_seconds: how long a call may say nothing, and a release be left unread, before it is
             ended.
         release_hours: how long a batch waits for the server to close, fetch or end it, at most.
@@ -124,13 +109,6 @@ class Limits(_Section):
         if not isinstance(given, dict) or "streams" not in given or "uploads" in given:
             return given
         return {"uploads" if key == "streams" else key: value for key, value in given.items()}
-
-    @property
-    def quota(self) -> Quota:
-        """How much one server may take."""
-        room = self.disk_gigabytes_per_server
-        disk_bytes = None if room is None else round(room * 1e9)
-        return Quota(self.runs_per_server, self.open_rounds_per_server, disk_bytes)
 
 
 class ShufflerConfig(_Section):
@@ -179,11 +157,9 @@ def load_config(path: Path) -> ShufflerConfig:
 
     Raises:
         ValueError: one line that says which key and what is wrong with it.
+        OSError: the file cannot be read.
     """
-    try:
-        content = read_toml(path)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+    content = read_toml(path)
     try:
         config = ShufflerConfig.model_validate(content)
     except ValidationError as error:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shufl.protocol.files import write_whole
-from shufl.shuffler.callers import fingerprint_of
 
 CURVE = ec.SECP256R1
 SECRET = 0o600
@@ -46,15 +45,20 @@ class Credentials:
             ValueError: if a file does not hold what it should, or the key is not the certificate's.
             OSError: if one cannot be read.
         """
-        files = [directory / file for file in ("authority.pem", f"{name}.pem", f"{name}.key")]
-        authority, certificate = (read_certificate(path) for path in files[:2])
-        if certificate.public_key() != read_key(files[2]).public_key():
-            raise ValueError(f"{files[2]}: not the key of {files[1]}")
+        files = (directory / file for file in ("authority.pem", f"{name}.pem", f"{name}.key"))
+        return cls.of_files(*files)
+
+    @classmethod
+    def of_files(cls, authority: Path, certificate: Path, key: Path) -> Credentials:
+        """What three files hold; raises as `read` does."""
+        issuer, own = read_certificate(authority), read_certificate(certificate)
+        if own.public_key() != read_key(key).public_key():
+            raise ValueError(f"{key}: not the key of {certificate}")
         try:
-            certificate.verify_directly_issued_by(authority)
+            own.verify_directly_issued_by(issuer)
         except (ValueError, TypeError, InvalidSignature):
-            raise ValueError(f"{files[1]}: not issued by {files[0]}") from None
-        return cls(*(path.read_bytes() for path in files))
+            raise ValueError(f"{certificate}: not issued by {authority}") from None
+        return cls(*(path.read_bytes() for path in (authority, certificate, key)))
 
     @property
     def name(self) -> str:
@@ -107,6 +111,11 @@ def read_certificate(path: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (ValueError, x509.InvalidVersion):
         raise ValueError(f"{path}: not a certificate in PEM") from None
+
+
+def fingerprint_of(certificate: x509.Certificate) -> str:
+    """SHA-256 of a certificate, hexadecimal: what withdraws it alone."""
+    return certificate.fingerprint(hashes.SHA256()).hex()
 
 
 def renew_from(certificate: x509.Certificate) -> datetime.datetime:

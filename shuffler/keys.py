@@ -21,6 +21,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -28,7 +29,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from shufl.protocol.files import give_new_name, write_whole
+from shufl.protocol.files import write_whole
 from shufl.shuffler.callers import NAME, Role, uri_of
 from shufl.shuffler.credentials import CURVE, SECRET, Credentials, read_certificate, read_key
 
@@ -84,16 +85,7 @@ class Authority:
         """Its certificate, PEM: what both sides trust."""
         return _pem(self._certificate)
 
-    def issue(
-        self,
-        role: Role,
-        name: str,
-        *,
-        hosts: Sequence[str] = (),
-        users: int = 0,
-        shuffler: str = "",
-        days: float = 365,
-    ) -> Credentials:
+    def issue(self, role: Role, name: str, **about: Any) -> Credentials:
         """A new key and its certificate: a request and its signature, both on this machine.
 
         The name has 1 to 64 letters, digits, `.`, `_` or `-`; the rest is as for `sign`.
@@ -102,9 +94,7 @@ class Authority:
             ValueError: if an argument does not fit the role.
         """
         request = Request.create(name)
-        certificate = self.sign(
-            request, role, hosts=hosts, users=users, shuffler=shuffler, days=days
-        )
+        certificate = self.sign(request, role, **about)
         return Credentials(self.certificate, certificate, request.private_key)
 
     def sign(
@@ -285,48 +275,28 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def was_cut_short(key: Path, other: Path) -> bool:
-    """Whether `_write_both` was killed between its files: `other` is there, but not yet its key."""
-    return other.exists() and not key.exists() and _unnamed(key, other.read_bytes()).exists()
-
-
-def _unnamed(path: Path, public: bytes) -> Path:
-    """Where a file of a pair is before it gets its name; `public` is the content of one of them."""
-    return path.with_name(f".{path.name}.{hashlib.sha256(public).hexdigest()}")
-
-
 def _write_both(key: Path, secret: bytes, other: Path, public: bytes) -> None:
-    """Writes a key and what belongs to it, or neither.
-
-    The key gets its name last, and so shows that both are there. If a process is killed before,
-    nobody has had the key, and the next call makes both anew.
+    """Writes a key and what belongs to it, or neither where one of them cannot be written.
 
     Raises:
         FileExistsError: one of them is there, the other one perhaps having been moved elsewhere.
     """
-    if was_cut_short(key, other):
-        other.unlink()
-    for path in (other, key):
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    for path in (other, key):  # what killed processes have left
-        for left in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 64}"):
-            left.unlink()
+    if os.path.lexists(other):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(other))
+    write_whole(key, secret, mode=SECRET, must_be_new=True)  # of two callers one gets the name
     try:
-        for path, content, mode in ((key, secret, SECRET), (other, public, 0o644)):
-            try:
-                how = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-                with os.fdopen(os.open(_unnamed(path, public), how, mode), "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
-        for path in (other, key):
-            give_new_name(_unnamed(path, public), path)
-    finally:
-        for path in (other, key):
-            _unnamed(path, public).unlink(missing_ok=True)
+        write_whole(other, public, must_be_new=True)
+    except OSError:
+        key.unlink()
+        raise
+
+
+def _key_id(issuer: x509.Certificate) -> x509.SubjectKeyIdentifier:
+    """As the certificate has it, which another tool may have made."""
+    try:
+        return issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    except x509.ExtensionNotFound:
+        return x509.SubjectKeyIdentifier.from_public_key(issuer.public_key())
 
 
 def _builder(
@@ -363,14 +333,6 @@ def _builder(
         .add_extension(own_id, critical=False)
         .add_extension(by, critical=False)
     )
-
-
-def _key_id(issuer: x509.Certificate) -> x509.SubjectKeyIdentifier:
-    """As the certificate has it, which another tool may have made."""
-    try:
-        return issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    except x509.ExtensionNotFound:
-        return x509.SubjectKeyIdentifier.from_public_key(issuer.public_key())
 
 
 def _host(host: str) -> x509.GeneralName:

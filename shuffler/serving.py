@@ -79,15 +79,8 @@ def serve(config: Path, exit_with_parent: bool) -> None:
 
 def open_store(settings: ShufflerConfig, directory: Path) -> RunStore:
     """The store of a shuffler with these settings; raises what `RunStore` does."""
-    return RunStore(
-        directory,
-        most_users=settings.limits.users,
-        randomness=make_randomness(settings.simulation_seed),
-        floor=settings.floor,
-        quota=settings.limits.quota,
-        uploads=settings.limits.uploads,
-        durable=settings.directory is not None,
-    )
+    randomness, durable = make_randomness(settings.simulation_seed), settings.directory is not None
+    return RunStore(directory, settings.limits, randomness, settings.floor, durable)
 
 
 async def _serve(

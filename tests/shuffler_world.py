@@ -298,7 +298,6 @@ def _starter(kind: type[ShufflerProcess]) -> Iterator[Callable[..., World]]:
     with ExitStack() as stack:
 
         def starter(directory: Path | None = None, **options: object) -> World:
-            options = {"start_timeout": LIMIT} | options
             process = kind(directory, **options)  # type: ignore[arg-type]
             world = World(stack.enter_context(process))
             stack.callback(world.close)

@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
+from grpc.aio import ServicerContext
 
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.config import Limits
@@ -24,16 +25,9 @@ _log = logging.getLogger("shufl.shuffler")
 _STATUS = {
     Refusal.NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.NOT_OWNER: grpc.StatusCode.PERMISSION_DENIED,
-    Refusal.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.IDLE: grpc.StatusCode.ABORTED,
     Refusal.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
-    Refusal.UNKNOWN_RUN: grpc.StatusCode.NOT_FOUND,
-    Refusal.UNKNOWN_ROUND: grpc.StatusCode.NOT_FOUND,
-    Refusal.RUN_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
-    Refusal.BATCH_LOST: grpc.StatusCode.DATA_LOSS,
-    Refusal.STORAGE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.STORAGE_FAILED: grpc.StatusCode.INTERNAL,
 }
+"""Statuses of refusals other than `FAILED_PRECONDITION`; clients read the text alone."""
 
 
 class Gate:
@@ -71,9 +65,7 @@ class Gate:
         _log.warning("call without the right credential refused")
         raise ShufflerRefused(Refusal.NOT_PERMITTED)
 
-    async def end(
-        self, context: grpc.aio.ServicerContext, why: ShufflerRefused | TimeoutError
-    ) -> None:
+    async def end(self, context: ServicerContext, why: ShufflerRefused | TimeoutError) -> None:
         """Ends the call; a refusal is counted.
 
         Where the caller does not read, this waits until it does, or is gone: gRPC sends the end
@@ -81,7 +73,7 @@ class Gate:
         """
         status = grpc.StatusCode.ABORTED
         if isinstance(why, ShufflerRefused):
-            self._metrics.refusals.labels(why.reason).inc()
+            self._metrics.refusals.labels(why.reason.name).inc()
             status = _STATUS.get(why.reason, grpc.StatusCode.FAILED_PRECONDITION)
         with suppress(grpc.aio.UsageError):  # it is being ended already
             await context.abort(status, str(why))
@@ -113,13 +105,13 @@ class Gate:
                 except DecodeError:
                     return None
 
-            async def answer(context: grpc.aio.ServicerContext, certified: Caller | None) -> Any:
+            async def answer(context: ServicerContext, certified: Caller | None) -> Any:
                 caller = self._admit(certified, roles) if roles else None
                 who = () if caller is None else (caller,)
                 async with nullcontext() if caller is None else self.permitted.of(caller):
                     return await behaviour(await self._read(context), *who, context)
 
-            async def call(_: Any, context: grpc.aio.ServicerContext) -> None:
+            async def call(_: Any, context: ServicerContext) -> None:
                 sender, certified = self._sender(context)
                 is_server = certified is not None and certified.role is Role.SERVER
                 with self._calls.counted(sender, is_server) as allowed:
@@ -141,7 +133,7 @@ class Gate:
             (grpc.method_handlers_generic_handler(service.full_name, handlers),)
         )
 
-    def _sender(self, context: grpc.aio.ServicerContext) -> tuple[str, Caller | None]:
+    def _sender(self, context: ServicerContext) -> tuple[str, Caller | None]:
         """Whose call it is, for the limits on calls, and who its certificate says it is."""
         (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
         caller = caller_of(certificate)
@@ -149,7 +141,7 @@ class Gate:
             return certificate.decode(errors="replace"), None
         return f"{caller.role} {caller.name}", caller
 
-    async def _read(self, context: grpc.aio.ServicerContext) -> Any:
+    async def _read(self, context: ServicerContext) -> Any:
         """The call's one request; refused if it is none, or does not come whole for too long.
 
         The caller must have said that nothing follows before it is answered. Otherwise a caller who

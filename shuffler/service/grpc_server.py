@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from contextlib import suppress
 from typing import Any
 
 import grpc
+from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2
 
 from shufl.shuffler.callers import Caller, Revoked, Role
@@ -17,14 +17,12 @@ from shufl.shuffler.config import Limits
 from shufl.shuffler.credentials import Credentials
 from shufl.shuffler.service import memory
 from shufl.shuffler.service.admission import Gate
-from shufl.shuffler.service.blanket_tasks import BlanketTasks
 from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.service.intake_service import IntakeService
 from shufl.shuffler.service.metrics import Metrics
-from shufl.shuffler.service.record_service import RecordService
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address
+from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address, probe
 from shufl.shuffler.wire.errors import ShufflerRefused
 
 _log = logging.getLogger("shufl.shuffler")
@@ -53,7 +51,6 @@ class ShufflerServer:
         memory.keep_little()
         self._gate = gate = Gate(revoked, limits, metrics, credentials)
         self._changed = False
-        self._store = store
         self._server = grpc.aio.server(
             options=[
                 *SERVER_OPTIONS,
@@ -62,15 +59,15 @@ class ShufflerServer:
             maximum_concurrent_rpcs=limits.calls,
         )
         self._watch: asyncio.Task[None] | None = None
-        self._blankets = BlanketTasks(store.batches)
         self._intake = IntakeService(store.batches, metrics)
-        self._control = ControlService(store, self._blankets, limits, metrics)
+        self._control = ControlService(store, limits, metrics)
         self._stop_seconds = limits.stop_seconds
+        self._end_old_rounds = store.end_old_rounds
         self._release_seconds = 3600 * limits.release_hours
         services, healthy = shuffler_pb2.DESCRIPTOR.services_by_name, health_pb2.DESCRIPTOR
         gate.add_service(self._server, services["Intake"], self._intake, Role.NODE)
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
-        gate.add_service(self._server, services["Record"], RecordService(self._control, store))
+        gate.add_service(self._server, services["Record"], self._control)
         callers = Role.NODE, Role.SERVER, Role.MONITOR
         gate.add_service(self._server, healthy.services_by_name["Health"], _Health(), *callers)
 
@@ -85,7 +82,10 @@ class ShufflerServer:
         """
         host, port, _ = parse_address(listen)
         address = join_address(host, port)
-        _probe(host, port, listen)
+        try:
+            probe(host, port)
+        except OSError as error:  # gRPC says only that it cannot
+            raise ValueError(f"cannot listen on {listen}: {error.strerror}") from None
         try:
             tls = grpc.dynamic_ssl_server_credentials(
                 _configuration(self._gate.credentials),
@@ -116,7 +116,7 @@ class ShufflerServer:
         self._changed = False
         return _configuration(self._gate.credentials)
 
-    async def stop(self, at_once: asyncio.Event | None = None) -> None:
+    async def stop(self, at_once: asyncio.Event) -> None:
         """Stops taking calls, gives those in progress time, and destroys all batches.
 
         Releases get `limits.stop_seconds`; all other calls two seconds, or as long as there are
@@ -124,7 +124,6 @@ class ShufflerServer:
 
         Once `at_once` is set nothing is waited for.
         """
-        at_once = at_once or asyncio.Event()
         stopping = asyncio.create_task(self._server.stop(self._stop_seconds + _STOP_SECONDS))
         enough = [
             asyncio.create_task(at_once.wait()),
@@ -140,11 +139,9 @@ class ShufflerServer:
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        """Waits until nothing is being done; no blanket is waited for."""
+        """Waits until nothing is being done."""
         self._intake.stop()
         self._control.stop()
-        self._store.close()
-        self._blankets.stop()
 
     async def _keep_watch(self) -> None:
         """Ends what should not be open, and gives memory back to the system."""
@@ -153,7 +150,7 @@ class ShufflerServer:
             if time.monotonic() - given_back > _MEMORY_SECONDS:
                 given_back = time.monotonic()
                 try:
-                    await self._control.call(self._store.end_old_rounds, self._release_seconds)
+                    await self._control.call(self._end_old_rounds, self._release_seconds)
                 except ShufflerRefused as error:  # the disk is full, so it tries again later
                     _log.error("old batches are not destroyed", extra={"reason": str(error)})
                 await asyncio.to_thread(memory.give_back)
@@ -175,7 +172,7 @@ class _Health:
     There is no `Watch`: each would be a call that never ends.
     """
 
-    async def Check(self, request: Any, _: Caller, context: grpc.aio.ServicerContext) -> Any:
+    async def Check(self, request: Any, _: Caller, context: ServicerContext) -> Any:
         """Answers about the whole shuffler, which alone has a status."""
         if request.service:
             await context.abort(grpc.StatusCode.NOT_FOUND)
@@ -186,14 +183,3 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
     return grpc.ssl_server_certificate_configuration(
         [(credentials.private_key, credentials.certificate)], credentials.authority
     )
-
-
-def _probe(host: str, port: int, listen: str) -> None:
-    """Finds out why an address cannot be had; gRPC only says that it cannot."""
-    try:
-        for family, kind, *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(target)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {listen}: {error.strerror}") from None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
+from grpc.aio import ServicerContext
 
 from shufl.shuffler.callers import Caller
 from shufl.shuffler.service.metrics import Metrics
@@ -35,7 +35,7 @@ class IntakeService:
         """Waits until nothing is being written."""
         self._writers.shutdown()
 
-    async def Agree(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
+    async def Agree(self, request: Any, caller: Caller, context: ServicerContext) -> Any:
         """Tells what the server gave for a round, and counts who was shown something else."""
         shown = request.commitment
         header, left = self._batches.agree(request.run_id, request.round, shown, caller.name)
@@ -48,7 +48,7 @@ class IntakeService:
             )
         return shuffler_pb2.AgreeReply(commitment=commitment, nonce=header.nonce, seconds_left=left)
 
-    async def Submit(self, request: Any, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
+    async def Submit(self, request: Any, caller: Caller, context: ServicerContext) -> Any:
         """Puts reports, or a piece of one, into their batch."""
         loop = asyncio.get_running_loop()
         verdicts: list[Any] = await loop.run_in_executor(

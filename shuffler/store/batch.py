@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,6 @@ from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict, malfor
 
 _WRITE_BYTES = 2**20  # encrypted at once
 _IDLE_SECONDS = 10.0  # after which a long report may be given up for another
-_LARGE_BYTES = 2**26  # of a file whose closing would be waited for
 _RESERVE_BYTES = 128 * 2**10  # of the disk, for the record
 _NO_DESCRIPTORS = (
     "the shuffler has too many files open: its operator raises the limit (ulimit -n, LimitNOFILE)"
@@ -113,14 +111,14 @@ class Batch:
         self._lock = threading.Lock()
         self._ended = False
         self._descriptor = -1
-        self._length = length = report_bytes * slots
+        length = report_bytes * slots
         try:
-            self._descriptor = _unnamed_file(directory)
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                self._descriptor = os.dup(file.fileno())
             os.ftruncate(self._descriptor, length)
             if allocate:
-                if not _has_room(self._descriptor, length):
-                    _wait_for_files_that_close()
-                if not _has_room(self._descriptor, length):
+                disk = os.fstatvfs(self._descriptor)
+                if disk.f_bavail * disk.f_frsize < length + _RESERVE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.posix_fallocate(self._descriptor, 0, length)
         except OSError as error:
@@ -237,20 +235,11 @@ class Batch:
             )
 
     def close(self) -> None:
-        """Destroys the batch; may be repeated.
-
-        Closing a large file takes a second for each GB, so a thread of its own does it.
-        """
+        """Destroys the batch; may be repeated."""
         with self._lock:
             descriptor, self._descriptor, self._ended = self._descriptor, -1, True
-        if descriptor < 0:
-            return
-        if self._length < _LARGE_BYTES:
+        if descriptor >= 0:
             os.close(descriptor)
-            return
-        closing = threading.Thread(target=os.close, args=(descriptor,))
-        closing.start()
-        _CLOSING[:] = [each for each in (*_CLOSING, closing) if each.is_alive()]
 
     def _take(self, content: bytes) -> None:
         """Keeps a report that is accepted."""
@@ -359,12 +348,15 @@ class Batch:
 
     def _read(self, cipher: CipherContext, number: int, start: int, length: int) -> bytes:
         with self._lock:
-            if self._descriptor < 0:
-                raise ShufflerRefused(Refusal.DISCARDED)
+            self._check_there()
             try:
                 return self._plain(cipher, number, start, length)
             except OSError as error:
                 raise storage_refusal(error) from error
+
+    def _check_there(self) -> None:
+        if self._descriptor < 0:
+            raise ShufflerRefused(Refusal.DISCARDED)
 
     def _plain(self, cipher: CipherContext, number: int, start: int, length: int) -> bytes:
         data = os.pread(self._descriptor, length, number * self.report_bytes + start)
@@ -385,27 +377,3 @@ def storage_refusal(error: OSError) -> ShufflerRefused:
 
 def _places(users: range) -> slice:
     return slice(users.start, users.stop, users.step)
-
-
-_CLOSING: list[threading.Thread] = []
-"""Each thread closes a large file. When it has ended, the disk has the file's room again."""
-
-
-def _has_room(descriptor: int, length: int) -> bool:
-    """Whether the disk of this file has room for so many bytes, and for the record."""
-    disk = os.fstatvfs(descriptor)
-    return disk.f_bavail * disk.f_frsize >= length + _RESERVE_BYTES
-
-
-def _wait_for_files_that_close() -> None:
-    for each in tuple(_CLOSING):
-        each.join()
-
-
-def _unnamed_file(directory: Path) -> int:
-    """A descriptor of a new file without a name."""
-    with suppress(AttributeError, OSError):  # not every system, or file system, has it
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    descriptor, name = tempfile.mkstemp(dir=directory)
-    Path(name).unlink()
-    return descriptor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from shufl.shuffler.wire.sealing import (
     seal_content,
 )
 
-_TOGETHER = 2**21  # numbers of blankets whose noise is drawn at once, at most
+_TOGETHER = 2**21  # draws of blankets that are made before other rounds have their turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,12 +117,12 @@ class OpenBatches:
             return False
         length = payload_length(run.report_bytes, entry.public_key)
         dimension = length // report_length(1)
-        zero = np.broadcast_to(0.0, dimension)  # takes no memory
-        for own, pieces in self._blanket_noise(mechanism, dimension, number, entry.made, most):
+        zero, draws = np.broadcast_to(0.0, dimension), mechanism.draws(dimension)
+        for own in range(entry.made, min(entry.made + max(_TOGETHER // draws, 1), most)):
             drawn = own < entry.blankets
             content = content_for(length)
             entries = entries_of(memoryview(content)[ID_BYTES:])
-            for places, noise in pieces:
+            for places, noise in self._noise_of(mechanism, number, own, draws):
                 entries[places] = mechanism.report(zero[places], noise)
             if plan.cover and not drawn:
                 entries[:] = EMPTY_ENTRY
@@ -135,26 +135,14 @@ class OpenBatches:
             entry.made += 1
         return True
 
-    def _blanket_noise(
-        self, mechanism: Mechanism, dimension: int, round: int, first: int, last: int
-    ) -> Iterator[tuple[int, Iterable[tuple[slice, np.ndarray]]]]:
-        """The draws of some blankets, beginning with number `first` and below `last`.
-
-        Short blankets are drawn together, which takes less time. A long one is drawn in pieces,
-        which takes less memory, unless the mechanism needs all draws for every entry.
-
-        Yields:
-            A blanket's number; and pieces of it, each with its draws.
-        """
-        draws = mechanism.draws(dimension)
-        together = _TOGETHER // draws
-        if together <= 1 and mechanism.by_entry:
-            yield first, self._randomness.blanket_pieces(round, first, draws)
-            return
-        numbers = np.arange(first, min(first + max(together, 1), last))
-        noises = self._randomness.blanket_noise(round, numbers, draws)
-        for number, noise in zip(numbers.tolist(), noises, strict=True):
-            yield number, [(slice(None), noise)]
+    def _noise_of(
+        self, mechanism: Mechanism, round: int, blanket: int, draws: int
+    ) -> Iterable[tuple[slice, np.ndarray]]:
+        """The draws of a blanket: in pieces, to save memory, unless every entry needs all draws."""
+        if mechanism.by_entry:
+            return self._randomness.blanket_pieces(round, blanket, draws)
+        (noise,) = self._randomness.blanket_noise(round, np.array([blanket]), draws)
+        return [(slice(None), noise)]
 
     def _open_round(self, run_id: str, number: int) -> Round | None:
         run = self._runs.get(run_id)

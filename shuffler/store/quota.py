@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+from shufl.shuffler.config import Limits
 from shufl.shuffler.store.rounds import Run
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 
-@dataclass(frozen=True)
-class Quota:
-    """The most that one server may have.
+def check_run(limits: Limits, runs: Mapping[str, Run], owner: str) -> None:
+    """Refuses a server one more run."""
+    most = limits.runs_per_server
+    if len(_of(runs, owner)) >= most:
+        why = f"a server has at most {most} that have not ended"
+        raise ShufflerRefused(Refusal.TOO_MANY_RUNS, why)
 
-    Attributes:
-        runs: runs that have not ended.
-        open_rounds: open rounds in all of its runs.
-        disk_bytes: disk for the batches of its runs; None: as much as there is. A batch takes
-            all that could come into it, from its opening until it is destroyed: a server that opens
-            rounds until it is refused must not learn how many reports have come.
+
+def check_round(
+    limits: Limits, runs: Mapping[str, Run], run: Run, bytes_of: Callable[[Run], int]
+) -> None:
+    """Refuses the server of this run one more open round, or one that may not fit.
+
+    Args:
+        limits: the shuffler's.
+        runs: all of them.
+        run: the one whose round is to be opened.
+        bytes_of: how much a batch of a run takes.
     """
-
-    runs: int = sys.maxsize
-    open_rounds: int = sys.maxsize
-    disk_bytes: int | None = None
-
-    def check_run(self, runs: Mapping[str, Run], owner: str) -> None:
-        """Refuses a server one more run."""
-        if len(_of(runs, owner)) >= self.runs:
-            raise ShufflerRefused(
-                Refusal.TOO_MANY_RUNS, f"a server has at most {self.runs} that have not ended"
-            )
-
-    def check_round(
-        self, runs: Mapping[str, Run], run: Run, bytes_of: Callable[[Run], int]
-    ) -> None:
-        """Refuses the server of this run one more open round, or one that may not fit.
-
-        Args:
-            runs: all of them.
-            run: the one whose round is to be opened.
-            bytes_of: how much a batch of a run takes.
-        """
-        own = _of(runs, run.owner)
-        wanted = bytes_of(run) + sum(each.held * bytes_of(each) for each in own)
-        if self.disk_bytes is not None and wanted > self.disk_bytes:
-            raise ShufflerRefused(
-                Refusal.STORAGE_FULL,
-                f"the batches of this server would take {wanted / 1e9:g} GB, and they may take "
-                f"{self.disk_bytes / 1e9:g}",
-            )
-        if sum(each.takes_reports for each in own) >= self.open_rounds:
-            raise ShufflerRefused(
-                Refusal.TOO_MANY_ROUNDS, f"a server has at most {self.open_rounds} open at once"
-            )
+    own = _of(runs, run.owner)
+    wanted = (bytes_of(run) + sum(each.held * bytes_of(each) for each in own)) / 1e9
+    room, most = limits.disk_gigabytes_per_server, limits.open_rounds_per_server
+    if room is not None and wanted > room:
+        why = f"the batches of this server would take {wanted:g} GB, and they may take {room:g}"
+        raise ShufflerRefused(Refusal.STORAGE_FULL, why)
+    if sum(each.takes_reports for each in own) >= most:
+        why = f"a server has at most {most} open at once"
+        raise ShufflerRefused(Refusal.TOO_MANY_ROUNDS, why)
 
 
 def _of(runs: Mapping[str, Run], owner: str) -> list[Run]:

@@ -22,14 +22,15 @@ from shufl.protocol.mechanisms import Randomness, SystemRandomness
 from shufl.protocol.mechanisms.summed_reports import whole_noise
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.plan import Plan
+from shufl.shuffler.config import Limits
 from shufl.shuffler.store.batch import Batch, storage_refusal
 from shufl.shuffler.store.open_batches import OpenBatches
 from shufl.shuffler.store.operator_minimum import Floor
-from shufl.shuffler.store.quota import Quota
+from shufl.shuffler.store.quota import check_round, check_run
 from shufl.shuffler.store.record_file import RecordFile
 from shufl.shuffler.store.rounds import Round, Run, parse_run
 from shufl.shuffler.store.summed_batch import SummedBatch
-from shufl.shuffler.wire.channel import MOST_USERS, PIECE_BYTES
+from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.errors import Closed, Outcome, Refusal, ShufflerRefused, malformed
 from shufl.shuffler.wire.sealing import (
     SEALED_BYTES,
@@ -67,21 +68,17 @@ class RunStore:
     def __init__(
         self,
         directory: Path,
-        most_users: int = MOST_USERS,
+        limits: Limits | None = None,
         randomness: Randomness | None = None,
         floor: Floor | None = None,
-        quota: Quota | None = None,
-        uploads: int = 0,
         durable: bool = True,
     ) -> None:
         """Opens the directory (made with mode 0700 if missing) and reads the record in it.
 
         Args:
-            most_users: for how many users' reports a round makes room here, at most.
+            limits: how much it takes at once; None: the defaults.
             randomness: where the blankets come from; None: from the operating system.
             floor: what every plan is held to; None: nothing.
-            quota: how much one server may take; None: all.
-            uploads: how many long reports (`PIECE_BYTES`) of a round may be on their way at once.
             durable: whether the record waits for the disk, and batches take their room at once;
                 not in a simulation.
 
@@ -91,11 +88,9 @@ class RunStore:
             OSError: the record cannot be read or written.
         """
         self._directory = directory
-        self._most_users = most_users
+        self._limits = limits or Limits()
         self._randomness = randomness or SystemRandomness()
         self._floor = floor or Floor()
-        self._quota = quota or Quota()
-        self._uploads = uploads
         self._durable = durable
         self._runs: dict[str, Run] = {}
         self._ended: set[str] = set()
@@ -135,7 +130,7 @@ class RunStore:
                 raise ShufflerRefused(Refusal.RUN_ENDED)
             if len(self._runs) == _MAX_RUNS:
                 raise ShufflerRefused(Refusal.TOO_MANY_RUNS)
-            self._quota.check_run(self._runs, owner)
+            check_run(self._limits, self._runs, owner)
             text = plan.decode()
             self._append("created", run_id, server=owner, plan=text, report_bytes=report_bytes)
             self._runs[run_id] = run
@@ -225,10 +220,8 @@ class RunStore:
             raise ShufflerRefused(Refusal.ROUND_NOT_CLOSED)
         if entry.outcome is None:
             raise ShufflerRefused(Refusal.BATCH_LOST)
-        if entry.outcome is Outcome.BELOW_MINIMUM:
-            raise ShufflerRefused(Refusal.BELOW_MINIMUM)
-        if entry.outcome is Outcome.DISCARDED:
-            raise ShufflerRefused(Refusal.DISCARDED)
+        if entry.outcome is not Outcome.RELEASABLE:
+            raise ShufflerRefused(Refusal[entry.outcome.name])
         if entry.batch is None:
             raise ShufflerRefused(Refusal.ALREADY_RELEASED)
         if not entry.released:
@@ -245,15 +238,14 @@ class RunStore:
 
     def end_old_rounds(self, seconds: float) -> None:
         """Destroys batches that have waited so long for the server, and leases that are over."""
-        now, old = time.monotonic(), []
+        now = time.monotonic()
         for run in self._runs.values():
             if run.lease is not None and run.lease[1] < now:
                 self._end_lease(run)  # first: it takes no line of the record
+        for run in self._runs.values():
             for entry in run.batches():
                 if now - entry.waits_since > seconds:
-                    old.append((run.run_id, entry.number))
-        for run_id, number in old:
-            self.end_round(run_id, number)
+                    self.end_round(run.run_id, entry.number)
 
     def end_run(self, run_id: str) -> None:
         """Destroys all batches of a run; its id cannot be used again."""
@@ -311,10 +303,10 @@ class RunStore:
             raise ShufflerRefused(Refusal.ANOTHER_ROUND_OPEN)
         if len(run.batches()) >= _MAX_WAITING:
             raise ShufflerRefused(Refusal.TOO_MANY_BATCHES)
-        self._quota.check_round(self._runs, run, self._bytes_of)
-        users, slots = min(run.plan.users, self._most_users), self._slots_of(run)
+        check_round(self._limits, self._runs, run, self._bytes_of)
+        users, slots = min(run.plan.users, self._limits.users), self._slots_of(run)
         kind = SummedBatch if run.plan.mixing == "sum" else Batch
-        about = self._directory, run.report_bytes, users, slots, self._uploads
+        about = self._directory, run.report_bytes, users, slots, self._limits.uploads
         return kind(*about, allocate=self._durable)
 
     def _noise(self, plan: Plan, round: int, dimension: int) -> Iterator[tuple[slice, np.ndarray]]:
@@ -367,10 +359,10 @@ class RunStore:
 
     def _slots_of(self, run: Run) -> int:
         """How many reports a batch of a run has room for, those on their way too."""
-        uploads = self._uploads if run.report_bytes > PIECE_BYTES else 0
+        uploads = self._limits.uploads if run.report_bytes > PIECE_BYTES else 0
         if run.plan.mixing == "sum":
             return max(uploads, 1)
-        return min(run.plan.users, self._most_users) + run.plan.most_blankets + uploads
+        return min(run.plan.users, self._limits.users) + run.plan.most_blankets + uploads
 
     def _bytes_of(self, run: Run) -> int:
         """How much of the disk a batch of a run takes."""

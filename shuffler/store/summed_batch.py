@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from shufl.shuffler.store.batch import Batch
-from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _Pieces = Iterator[tuple[slice, np.ndarray]]
 """Consecutive pieces of a vector: which places, and their whole numbers."""
@@ -41,8 +40,7 @@ class SummedBatch(Batch):
             self._add_noise()
         total, seeds = self._total.astype("<u4", copy=False).view(np.uint8), self._seeds
         for start in range(0, len(total), limit):
-            if self._descriptor < 0:
-                raise ShufflerRefused(Refusal.DISCARDED)
+            self._check_there()
             yield [total[start : start + limit].tobytes()], start + limit < len(total)
         together = limit // len(seeds[0]) if seeds else 1
         for first in range(0, len(seeds), together):
@@ -52,12 +50,10 @@ class SummedBatch(Batch):
         """Adds the shuffler's noise once, however often it is asked; in pieces, to save memory."""
         for places, drawn in self._noise() if self._noise is not None else ():
             with self._lock:
-                if self._descriptor < 0:
-                    break
+                self._check_there()
                 self._total[places] += drawn.astype(np.uint32)
         with self._lock:
-            if self._descriptor < 0:
-                raise ShufflerRefused(Refusal.DISCARDED)
+            self._check_there()
             if self._noise is not None:
                 self._noise = None
                 self._seeds.sort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 MAX_REPORT_BYTES = 64 * 2**20
 """Longest sealed report that a run may declare, in bytes."""
@@ -98,3 +99,15 @@ def check_address(address: str) -> str:
 def join_address(host: str, port: int) -> str:
     """`HOST:PORT`, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def probe(host: str, port: int) -> None:
+    """Takes an address for a moment.
+
+    Raises:
+        OSError: this machine does not have it, or another process does.
+    """
+    for family, kind, *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -29,10 +28,7 @@ _random = random.SystemRandom()
 
 
 class Connection:
-    """One channel for each process, made when it is first used.
-
-    So a client may be made before a fork or sent to another process. Every wait for the shuffler
-    has a limit.
+    """One channel, made when it is first used; every wait for the shuffler has a limit.
 
     Attributes:
         address: the shuffler's `HOST:PORT`.
@@ -56,10 +52,6 @@ class Connection:
         self._shown: Credentials | None = None
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
-        self._owner = os.getpid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_channel": None, "_owner": 0}
 
     def __enter__(self) -> Self:
         return self
@@ -68,22 +60,19 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection of this process; the next call makes a new one."""
-        if self._channel is not None and self._owner == os.getpid():
+        """Closes the connection; the next call makes a new one."""
+        if self._channel is not None:
             self._channel.close()
         self._channel = None
 
     def connected(self) -> grpc.Channel:
-        """The channel of this process; another one once the credentials are others.
+        """The channel; another one once the credentials are others.
 
         Calls on the one before go on.
 
         Raises:
             OSError, ValueError: the credentials cannot be read, and none were before.
         """
-        if self._owner != os.getpid():
-            # After a fork the lock may be held by a thread that does not exist here.
-            self._lock, self._channel, self._owner = threading.Lock(), None, os.getpid()
         with self._lock:
             show = self.credentials
             if self._channel is None or show != self._shown:
@@ -112,7 +101,7 @@ class Connection:
 
     @contextmanager
     def errors(self, seconds: float | None = None) -> Iterator[None]:
-        """Turns gRPC's errors, a wait that was too long and an early end into ours.
+        """Turns gRPC's errors and a wait that was too long into ours.
 
         The longest wait is `timeout` where `seconds` is None.
         """
@@ -129,8 +118,6 @@ class Connection:
             raise self._unavailable(details) from error
         except TimeoutError:
             raise self._unavailable(f"nothing within {within:g} s") from None
-        except EOFError as error:
-            raise self._unavailable(str(error)) from None
 
     def _unavailable(self, details: str) -> ShufflerUnavailable:
         return ShufflerUnavailable(f"shuffler at {self.address} does not answer: {details}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import NamedTuple
 
 
@@ -53,47 +53,32 @@ class Closed(NamedTuple):
     absent: tuple[str, ...] = ()
 
 
-class Refusal(StrEnum):
-    """Why a call was refused.
+class Refusal(Enum):
+    """Why a call was refused: its name for programs, its value for people."""
 
-    Attributes:
-        sentence: the same for people.
-    """
-
-    sentence: str
-
-    def __new__(cls, name: str, sentence: str) -> Refusal:
-        """A value that is its name and has a sentence."""
-        member = str.__new__(cls, name)
-        member._value_, member.sentence = name, sentence
-        return member
-
-    NOT_PERMITTED = "NOT_PERMITTED", "not with this certificate"
-    BUSY = "BUSY", "too many calls at once"
-    IDLE = "IDLE", "nothing came for too long"
-    NOT_OWNER = "NOT_OWNER", "this run belongs to another server"
-    MALFORMED = "MALFORMED", "not a message of this protocol"
-    UNKNOWN_RUN = "UNKNOWN_RUN", "no such run"
-    RUN_EXISTS = "RUN_EXISTS", "this run has another plan or report length"
-    RUN_ENDED = "RUN_ENDED", "this run has ended and its id cannot be used again"
-    UNKNOWN_ROUND = "UNKNOWN_ROUND", "this round was never opened, or is long since over"
-    ROUND_NOT_INCREASING = "ROUND_NOT_INCREASING", "this round does not follow the last one"
-    ANOTHER_ROUND_OPEN = "ANOTHER_ROUND_OPEN", "close the open round first"
-    ROUND_NOT_CLOSED = "ROUND_NOT_CLOSED", "close the round first"
-    WINDOW_NOT_OVER = (
-        "WINDOW_NOT_OVER",
-        "the window is not over, or blankets are still being made",
-    )
-    BELOW_FLOOR = "BELOW_FLOOR", "less private than this shuffler's operator allows"
-    BELOW_MINIMUM = "BELOW_MINIMUM", "the batch was below the plan's minimum and is destroyed"
-    DISCARDED = "DISCARDED", "the batch was destroyed before it was released"
-    ALREADY_RELEASED = "ALREADY_RELEASED", "this batch was released once, and is destroyed"
-    BATCH_LOST = "BATCH_LOST", "the shuffler ended while it held the batch, which is lost"
-    TOO_MANY_RUNS = "TOO_MANY_RUNS", "too many runs have not ended"
-    TOO_MANY_ROUNDS = "TOO_MANY_ROUNDS", "too many rounds of this server are open"
-    TOO_MANY_BATCHES = "TOO_MANY_BATCHES", "end one of the closed rounds first"
-    STORAGE_FULL = "STORAGE_FULL", "the shuffler's disk is full"
-    STORAGE_FAILED = "STORAGE_FAILED", "the shuffler's disk fails"
+    NOT_PERMITTED = "not with this certificate"
+    BUSY = "too many calls at once"
+    IDLE = "nothing came for too long"
+    NOT_OWNER = "this run belongs to another server"
+    MALFORMED = "not a message of this protocol"
+    UNKNOWN_RUN = "no such run"
+    RUN_EXISTS = "this run has another plan or report length"
+    RUN_ENDED = "this run has ended and its id cannot be used again"
+    UNKNOWN_ROUND = "this round was never opened, or is long since over"
+    ROUND_NOT_INCREASING = "this round does not follow the last one"
+    ANOTHER_ROUND_OPEN = "close the open round first"
+    ROUND_NOT_CLOSED = "close the round first"
+    WINDOW_NOT_OVER = "the window is not over, or blankets are still being made"
+    BELOW_FLOOR = "less private than this shuffler's operator allows"
+    BELOW_MINIMUM = "the batch was below the plan's minimum and is destroyed"
+    DISCARDED = "the batch was destroyed before it was released"
+    ALREADY_RELEASED = "this batch was released once, and is destroyed"
+    BATCH_LOST = "the shuffler ended while it held the batch, which is lost"
+    TOO_MANY_RUNS = "too many runs have not ended"
+    TOO_MANY_ROUNDS = "too many rounds of this server are open"
+    TOO_MANY_BATCHES = "end one of the closed rounds first"
+    STORAGE_FULL = "the shuffler's disk is full"
+    STORAGE_FAILED = "the shuffler's disk fails"
 
 
 class ShufflerError(Exception):
@@ -117,8 +102,8 @@ class ShufflerRefused(ShufflerError):
 
     def __init__(self, reason: Refusal, detail: str = "") -> None:
         self.reason = reason
-        self.detail = detail or reason.sentence
-        super().__init__(f"{reason}: {self.detail}")
+        self.detail = detail or reason.value
+        super().__init__(f"{reason.name}: {self.detail}")
 
     def __reduce__(self) -> tuple[type[ShufflerRefused], tuple[Refusal, str]]:
         return (type(self), (self.reason, self.detail))

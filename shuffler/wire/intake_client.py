@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shufl.shuffler.credentials import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, MOST_TOGETHER, PIECE_BYTES
 from shufl.shuffler.wire.connection import Connection, Retries, Stub
@@ -33,22 +32,7 @@ class IntakeClient(Connection):
     """Hands sealed reports in. For user devices and for the nodes that simulate many of them.
 
     One object per process is meant; several threads may share it.
-
-    Attributes:
-        counts: what has become of the reports so far: how many got each verdict, by its name, and
-            `LOST`, those that were given up without one.
     """
-
-    def __init__(self, address: str, credentials: AnyCredentials, timeout: float = 60.0) -> None:
-        """Remembers where the shuffler is; connects with the first report.
-
-        The credentials are a node's; `timeout` is the longest wait in seconds for one answer.
-
-        Raises:
-            ValueError: the address is malformed.
-        """
-        super().__init__(address, credentials, timeout)
-        self.counts: Counter[str] = Counter()
 
     def agree(self, header: RoundHeader) -> tuple[RoundHeader, float] | None:
         """Finds out whether the shuffler was given what a header says of an open round.
@@ -118,19 +102,9 @@ class IntakeClient(Connection):
             raise ValueError(f"deadline must be positive, got {deadline}")
         submission = _Submission(self, header, deadline)
         try:
-            for verdict in submission.verdicts(reports):
-                self._count(verdict.name)
-                yield verdict
-        except ShufflerError:
-            self._count("LOST", submission.unanswered)
-            raise
+            yield from submission.verdicts(reports)
         finally:
             submission.cancel()
-
-    def _count(self, what: str, more: int = 1) -> None:
-        """Adds to the counts."""
-        with self._lock:
-            self.counts[what] += more
 
 
 @dataclasses.dataclass
@@ -183,14 +157,9 @@ class _Message:
 
 
 class _Submission:
-    """The reports of one `submit`, and the calls that are under way with them.
-
-    Attributes:
-        unanswered: how many reports were read and have no verdict yet.
-    """
+    """The reports of one `submit`, and the calls that are under way with them."""
 
     def __init__(self, client: IntakeClient, header: RoundHeader, deadline: float | None) -> None:
-        self.unanswered = 0
         self._client = client
         self._header = header
         self._patience = client.timeout if deadline is None else deadline
@@ -226,7 +195,6 @@ class _Submission:
                 raise ValueError(
                     f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {length}"
                 )
-            self.unanswered += 1
             alone = isinstance(user, range) or length > PIECE_BYTES
             room = len(held) < MOST_TOGETHER and length * (len(held) + 1) <= PIECE_BYTES
             if held and (alone or not room or length != len(held[0])):
@@ -265,7 +233,6 @@ class _Submission:
                 self._take(message, request, self._call(request))
                 if message.verdicts:
                     break  # the other pieces were still there
-        self.unanswered -= len(message.users)
         return message.result()
 
     def _take(self, message: _Message, request: Any, call: Any) -> None:

@@ -60,7 +60,7 @@ ID_BYTES = 16
 """Length of a report's id."""
 
 SEED_PAYLOAD_BYTES = 885
-"""Length of what a node seals with its seed (`wire.seeds`), with room for the longest certificate.
+"""Length of what a node seals with its seed (`wire.node_seeds`): room for the longest certificate.
 
 Messages of version 1 were sealed at a length that no message of this version has, so shufflers and
 servers of different versions refuse each other's runs.

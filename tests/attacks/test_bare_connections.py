@@ -58,9 +58,7 @@ def proxied(tmp_path: Path) -> Iterator[tuple[World, int]]:
     about = {"listen": "127.0.0.1", "port": port, "local_port": local, "connections": MOST}
     conf.write_text(string.Template(template.read_text()).substitute(about))
     with ExitStack() as stack:
-        process = stack.enter_context(
-            ShufflerProcess(listen=f"127.0.0.1:{local}", start_timeout=LIMIT)
-        )
+        process = stack.enter_context(ShufflerProcess(listen=f"127.0.0.1:{local}"))
         nginx = Nginx(conf, tmp_path / "nginx", stream=True)
         stack.callback(nginx.stop)
         wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, LIMIT, "nginx")

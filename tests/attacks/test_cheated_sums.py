@@ -29,8 +29,9 @@ from shufl.server.plausible_counts import Counts
 from shufl.shuffler import ReportOpener, RoundHeader, generate_key_pair, key_digest, seal
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.wire.node_seeds import _START, SUM_VERSION, read_seed, seal_seed
+from shufl.shuffler.wire.node_seeds import SEED_START, SUM_VERSION, seal_seed
 from shufl.shuffler.wire.sealing import SEED_PAYLOAD_BYTES
+from shufl.shuffler.wire.seed_reader import read_seed
 
 PRIVATE, PUBLIC = generate_key_pair("mlkem768-x25519")
 NODES = {"a": 20, "b": 30, "c": 50}
@@ -320,7 +321,8 @@ def test_no_certificate_that_somebody_makes_up_ends_a_run(authority, credentials
         "rubbish": b"rubbish",
     }[kind]
     plan = DISTRIBUTED
-    header, payload = header_of(plan), _START.pack(SUM_VERSION, bytes(32), 20, b"s", len(changed))
+    header = header_of(plan)
+    payload = SEED_START.pack(SUM_VERSION, bytes(32), 20, b"s", len(changed))
     sealed = seal((payload + changed).ljust(SEED_PAYLOAD_BYTES, b"\0"), PUBLIC, header)
     with pytest.raises(SpoiledBatch, match="no node with a valid certificate has signed it"):
         server_takes(plan, authority, [bytes(4 * DIMENSION), sealed])

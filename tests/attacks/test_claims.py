@@ -14,7 +14,7 @@ import pytest
 from canary_world import delta_shown
 from client_world import USERS, Round, reply_content
 from rounds import make_plan
-from run_world import LIMIT, python_path
+from run_world import python_path
 from shuffler_world import ShufflerHere, refusal
 from shufl.accounting import ACCOUNTANTS, make_accountant
 from shufl.clients import Node, RoundRefused
@@ -195,7 +195,7 @@ def shuffler_that_singles_out(memory_path, tmp_path, monkeypatch):
         """)
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    with ShufflerProcess(memory_path / "directory", start_timeout=LIMIT) as process:
+    with ShufflerProcess(memory_path / "directory") as process:
         yield process
 
 

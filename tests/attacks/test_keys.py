@@ -16,11 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from typer.testing import CliRunner
 
 from shufl.cli.shuffler import keys_app
-from shufl.deploy.deployment import Deployment
-from shufl.deploy.provision import provision
 from shufl.shuffler import Credentials
 from shufl.shuffler.callers import Caller, Role, caller_of
-from shufl.shuffler.keys import Authority, Request
+from shufl.shuffler.keys import Request
 from tiny_disk import fill, tiny_disk_at
 
 
@@ -77,29 +75,24 @@ keys_app(sys.argv[2:])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "first", "key"),
+    ("command", "key", "other"),
     [
-        (("authority",), "authority.pem", "authority.key"),
-        (("request", "--name=phone-7"), "phone-7.csr", "phone-7.key"),
-        (("flower",), "flower.pub", "flower.key"),
+        (("authority",), "authority.key", "authority.pem"),
+        (("request", "--name=phone-7"), "phone-7.key", "phone-7.csr"),
+        (("flower",), "flower.key", "flower.pub"),
     ],
 )
-def test_a_command_that_is_killed_between_its_files_can_be_repeated(
-    tmp_path: Path, command: tuple[str, ...], first: str, key: str
+def test_a_command_that_is_killed_leaves_whole_files_and_the_next_one_replaces_none(
+    tmp_path: Path, command: tuple[str, ...], key: str, other: str
 ):
-    """The key has no name before the other file is there, so nobody can have used it."""
-    for at in (first, key):
+    for at in (key, other):
         killed = [sys.executable, "-c", _KILLED, Path(at).suffix, *command, tmp_path]
         assert subprocess.run(killed).returncode == -signal.SIGKILL
-        assert (tmp_path / first).exists() == (at == key) and not (tmp_path / key).exists()
-    before = (tmp_path / first).read_bytes()
-    assert keys(*command, tmp_path).exit_code == 0
-    assert (tmp_path / first).read_bytes() != before
-    assert {each.name for each in tmp_path.iterdir()} == {first, key}
-    assert (tmp_path / key).stat().st_mode & 0o777 == 0o600
-    if command == ("authority",):
-        Authority.read(tmp_path)
+        assert not (tmp_path / other).exists() and (tmp_path / key).exists() == (at == other)
     assert "exists already" in refusal(tmp_path, *command, tmp_path)
+    (tmp_path / key).unlink()
+    assert keys(*command, tmp_path).exit_code == 0
+    assert (tmp_path / key).stat().st_mode & 0o777 == 0o600
 
 
 _SLOW = """
@@ -146,16 +139,6 @@ def test_of_two_commands_in_one_folder_at_once_one_is_refused(tmp_path: Path, mo
     asked = x509.load_pem_x509_csr(csr.read_bytes()).public_key()
     assert asked == serialization.load_pem_private_key(key.read_bytes(), None).public_key()
     assert {each.name for each in tmp_path.iterdir()} == {csr.name, key.name}
-
-
-@pytest.mark.slow
-def test_an_authority_that_was_cut_short_is_made_anew_by_provision(tmp_path: Path):
-    example = Path(__file__).parents[2] / "deploy/example"
-    killed = [sys.executable, "-c", _KILLED, ".key", "authority", tmp_path / "authority"]
-    assert subprocess.run(killed).returncode == -signal.SIGKILL
-    asked = Deployment.read(example / "deployment.toml")
-    provision(asked, example, tmp_path, lambda name, key: True)
-    Authority.read(tmp_path / "authority")
 
 
 NODE = ("--role=node", "--users=1")

@@ -10,7 +10,6 @@ from collections import Counter
 import grpc
 import pytest
 
-from run_world import LIMIT
 from shuffler_world import World, raw_channel
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.service.log import LINES_PER_MINUTE
@@ -26,7 +25,7 @@ def test_strangers_are_no_line_and_a_refused_node_in_a_loop_some_and_one_that_co
     tmp_path,
 ):
     log = tmp_path / "log"
-    with ShufflerProcess(log_file=log, start_timeout=LIMIT) as process:
+    with ShufflerProcess(log_file=log) as process:
         for _ in range(20):
             connect_without_a_certificate(process.address)
         assert process._tail() == ""

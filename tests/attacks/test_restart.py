@@ -44,7 +44,7 @@ def start() -> Iterator[Callable[..., World]]:
     with ExitStack() as stack:
 
         def starter(directory: Path, kind=ShufflerProcess, **options: object) -> World:
-            process = kind(directory, authority=authority, start_timeout=LIMIT, **options)
+            process = kind(directory, authority=authority, **options)
             world = World(stack.enter_context(process))
             stack.callback(world.close)
             keys.append((world.private_key, world.public_key))

@@ -57,8 +57,7 @@ def test_a_record_changes_its_own_users_update_alone(training):
         assert states == [DONE] * USERS and not failed and expected.any(axis=1).all()
         for number, trouble in enumerate(TROUBLES, start=1):
             of_user = troubled_users(**{f"u{BAD}": number})
-            child.fill(of_user)
-            child.check_records(WINDOW)
+            child.load(of_user, WINDOW)
             updates, states, failed = play(child, of_user, parameters)
             assert (
                 states[BAD] == FAILED and states.count(DONE) == USERS - 1 and not updates[BAD].any()

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from run_world import LIMIT, LongRun, python_path
+from run_world import LongRun, python_path
 from shufl.shuffler import ShufflerProcess
 
 
@@ -30,7 +30,7 @@ def start_shuffler(memory_path, tmp_path, monkeypatch):
         def start(code=""):
             (tmp_path / "sitecustomize.py").write_text(code)
             monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-            about = {"simulation_seed": 9, "start_timeout": LIMIT}
+            about = {"simulation_seed": 9}
             return stack.enter_context(ShufflerProcess(memory_path / "directory", **about))
 
         yield start

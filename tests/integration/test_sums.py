@@ -11,7 +11,7 @@ from canary_world import node_with_halved_noise
 from client_world import DIMENSION, USERS, device_node, wait_for_rounds
 from nights import by_night
 from rounds import make_plan
-from run_world import LIMIT, json_lines, model_of, only_folder, set_options, shufl, trained
+from run_world import json_lines, model_of, only_folder, set_options, shufl, trained
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.clients import DeviceLedger, DeviceLimits, Node, ReportFailed
 from shufl.clients import client_app as client_app
@@ -31,7 +31,7 @@ from shufl.protocol.mechanisms.summed_reports import (
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.shuffler import IntakeClient, ReportOpener, ShufflerProcess, Verdict
-from shufl.shuffler.wire.node_seeds import read_seed
+from shufl.shuffler.wire.seed_reader import read_seed
 from shufl.simulator.canary import canary_rounds, check_end_to_end, likelihood_score, run_canary
 from shufl.simulator.engines.flower import FlowerEngine
 
@@ -270,7 +270,7 @@ def test_an_audit_through_the_system_finds_missing_noise(make_node, violated):
     plan = audited(adjacency="zero-out", noise_multiplier=0.15, check_in_rate=1.0, rounds=200)
     claim = plan.make_accountant().compose(plan.event()).get_delta(0.5)
     score = likelihood_score(plan, "zero")
-    with ShufflerProcess(start_timeout=LIMIT) as shuffler:
+    with ShufflerProcess() as shuffler:
         worlds = run_canary(plan, "zero", shuffler, 4, make_node)
     found = delta_lower_bound(*worlds.scores(score), 0.5, 0.999)
     assert (found > claim) == violated
@@ -290,7 +290,7 @@ def test_noise_of_those_who_checked_in_alone_shows_in_the_variance(monkeypatch):
                 less.setattr(node_module, "whole_noise", lambda w, z, _: whole_noise(w, z, there))
                 return super()._message(users, updates, round)
 
-    with ShufflerProcess(start_timeout=LIMIT) as shuffler:
+    with ShufflerProcess() as shuffler:
         for kind, honest in ((Node, True), (Saving, False)):
             rounds = canary_rounds(plan, "zero", "zero", shuffler, 5, kind)
             values = np.stack([each.reports[0] for each in rounds])

@@ -22,6 +22,7 @@ import shuffler_world
 from run_world import LIMIT
 from shuffler_world import PUBLIC_KEY, only, plan, refusal
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
+from shufl.shuffler.config import Limits
 from shufl.shuffler.store import batch as module
 from shufl.shuffler.store.batch import Batch, Piece
 from shufl.shuffler.store.runs import RunStore
@@ -379,7 +380,7 @@ def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk: Path):
 def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk: Path, pieces_of):
     """A simulation's: and the reports that are in it stay."""
     pieces_of(10_000)
-    store = RunStore(tiny_disk / "directory", durable=False, uploads=1)
+    store = RunStore(tiny_disk / "directory", Limits(uploads=1), durable=False)
     store.create_run("run", plan(1000), 20_000)
     store.open_round("run", 1, "model", PUBLIC_KEY)
     reports = [shuffler_world.report(store, user, bytes([user]) * 20_000) for user in range(20)]

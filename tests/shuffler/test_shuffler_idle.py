@@ -17,7 +17,6 @@ from shuffler_world import World, in_release, raw_channel
 from shufl.shuffler import (
     IntakeClient,
     Outcome,
-    Refusal,
     ShufflerError,
     ShufflerUnavailable,
     Verdict,
@@ -83,7 +82,7 @@ def test_a_node_that_does_not_take_its_answers_keeps_only_itself_out(here: Calla
         wait_until(lambda: world.process.scrape().get(unknown) == 400, LIMIT, "both calls")
         with raw_channel(world, deaf) as again, pytest.raises(grpc.RpcError) as refused:
             Stub("Intake", again).Submit(junk, timeout=LIMIT)
-        assert refused.value.details().startswith(Refusal.BUSY)
+        assert refused.value.details().startswith("BUSY")
         assert world.submit(header, world.reports(header, 1)) == [Verdict.ACCEPTED]
         assert [len(next(call).verdicts) for call in calls] == [200, 200]
 
@@ -165,7 +164,6 @@ def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(here, rela
         pytest.raises(ShufflerError, match=r"IDLE|nothing within 0.5 s"),
     ):
         list(intake.submit(header, [(0, sealed)]))
-    assert intake.counts == {"LOST": 1}
 
 
 @pytest.mark.slow

@@ -276,7 +276,7 @@ def test_any_bytes_are_answered_in_our_words_and_the_shuffler_goes_on(fuzzed, da
     except grpc.RpcError as error:
         reason = error.details().partition(":")[0]
         assert reason in Refusal.__members__ or error.code() is grpc.StatusCode.NOT_FOUND
-        code, malformed = error.code(), reason == Refusal.MALFORMED
+        code, malformed = error.code(), reason == Refusal.MALFORMED.name
     else:
         code, malformed = grpc.StatusCode.OK, False
     assert malformed is (code is grpc.StatusCode.INVALID_ARGUMENT)
@@ -322,5 +322,5 @@ def test_a_call_that_does_not_end_with_its_message_is_ended_and_not_answered(
             call = channel.stream_stream(method)(itertools.chain(said, silent), timeout=LIMIT)
             with pytest.raises(grpc.RpcError) as ended:
                 list(call)
-            assert ended.value.details().startswith(why)
+            assert ended.value.details().startswith(why.name)
         silent.let_go.set()

@@ -111,7 +111,7 @@ def test_each_role_may_make_its_own_calls_and_no_others(guarded: World, role: st
         for call in CALLS:
             expected = grpc.StatusCode.PERMISSION_DENIED
             if call in ALLOWED[role]:
-                expected = LET_THROUGH.get(call, grpc.StatusCode.NOT_FOUND)
+                expected = LET_THROUGH.get(call, grpc.StatusCode.FAILED_PRECONDITION)
             assert attempt(channel, call) is expected, call
 
 
@@ -296,21 +296,6 @@ def test_a_certificate_names_its_key_and_the_authority_s(role: str, options: dic
         for each in (authority, own)
     )
     assert signed_by == theirs != ours
-
-
-@pytest.mark.parametrize("own_id", [None, b"made by another tool"])
-def test_an_authority_of_another_tool_is_named_as_it_names_itself(own_id: bytes | None):
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "theirs")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), 1)
-    builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=9))
-    computed = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    if own_id:
-        builder = builder.add_extension(x509.SubjectKeyIdentifier(own_id), critical=False)
-    authority = Authority(builder.sign(key, hashes.SHA256()), key)
-    own = x509.load_pem_x509_certificate(credentials("server", authority).certificate).extensions
-    signed_by = own.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
-    assert signed_by == (own_id or computed.digest)
 
 
 @pytest.mark.parametrize("host", ["", "a/b", "/", "a b", "a:9000", "http://a", "é", "a..b", "-a"])

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import pickle
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -350,30 +347,6 @@ def test_a_shuffler_that_is_not_there_or_hangs_is_unavailable(start):
         control.end_run("run")
     with pytest.raises(ShufflerUnavailable, match="does not answer"):
         list(intake.submit(header, world.reports(header, 1)))
-
-
-FORKS = """
-import os, pickle, sys
-intake, header, length = pickle.load(sys.stdin.buffer)
-child = os.fork()
-if not child:
-    print(*intake.submit(header, [(0, bytes(length))]), flush=True)
-    os._exit(0)
-assert os.waitpid(child, 0) == (child, 0)
-print(*intake.submit(header, [(0, bytes(length)), (1, bytes(length))]))
-"""
-
-
-@pytest.mark.slow
-def test_a_client_made_before_a_fork_or_pickled_connects_where_it_is_used(shared: World):
-    header = shared.begin("forked")
-    assert shared.submit(header, [(9, b"")]) == [Verdict.WRONG_LENGTH]  # so it has a channel
-    given = pickle.dumps((shared.intake, header, sealed_length(PAYLOAD_BYTES)))
-    done = subprocess.run([sys.executable, "-c", FORKS], input=given, capture_output=True)
-    one, both = [Verdict.ACCEPTED], [Verdict.DUPLICATE, Verdict.ACCEPTED]
-    assert done.stdout.decode().splitlines() == [
-        " ".join(map(str, verdicts)) for verdicts in (one, both)
-    ], done.stderr
 
 
 def test_python_and_protocol_agree_on_verdicts_and_outcomes():

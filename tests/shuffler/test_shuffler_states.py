@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, refusal, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Caller, Role
+from shufl.shuffler.config import Limits
 from shufl.shuffler.public_record import verify
 from shufl.shuffler.store import batch
 from shufl.shuffler.store.batch import Batch, Piece
@@ -60,7 +61,7 @@ class Rounds(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
-        self.store = RunStore(self.directory, uploads=2)
+        self.store = RunStore(self.directory, Limits(uploads=2))
         self.digest = self.store.create_run("run", plan(USERS, MINIMUM), LENGTH)
         self.rounds: dict[int, tuple[str, dict[int, bytes]]] = {}  # state, report by user
         self.headers: dict[int, Report] = {}  # how a report to the round looked, when it was open
@@ -188,7 +189,7 @@ class Rounds(RuleBasedStateMachine):
     @rule()
     def restart(self):
         self.store.close()
-        self.store = RunStore(self.directory, uploads=2)
+        self.store = RunStore(self.directory, Limits(uploads=2))
         for number, (state, held) in self.rounds.items():
             if state in LIVE:
                 self.rounds[number] = ("over" if state == "released" else "lost", held)
@@ -256,7 +257,7 @@ def test_a_day_of_rounds_leaves_nothing_that_grows(memory_path: Path):
 
 
 def test_ended_runs_leave_their_ids_and_runs_at_once_are_limited(tmp_path: Path):
-    store = RunStore(tmp_path / "directory")
+    store = RunStore(tmp_path / "directory", Limits(runs_per_server=100))
     for number in range(200):
         store.create_run(f"run {number}", plan(1, 1), LENGTH)
         store.end_run(f"run {number}")

@@ -32,7 +32,8 @@ from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.connection import Stub
-from shufl.shuffler.wire.node_seeds import read_seed, seal_seed
+from shufl.shuffler.wire.node_seeds import seal_seed
+from shufl.shuffler.wire.seed_reader import read_seed
 
 SEAL = 9  # bytes of a seed, sealed to nobody
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +34,8 @@ from shufl.shuffler import (
     key_digest,
     sealed_length,
 )
-from shufl.shuffler.public_record import verify
-from shufl.shuffler.store import batch, rounds, runs
-from shufl.shuffler.store.quota import Quota
+from shufl.shuffler.config import Limits
+from shufl.shuffler.store import rounds, runs
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.errors import Closed
 
@@ -154,7 +151,7 @@ def test_a_plan_with_cover_and_no_window_is_for_simulations(tmp_path):
 
 
 def test_a_lease_books_the_disk_until_it_ends_and_leaves_no_line(tmp_path, clock):
-    store = RunStore(tmp_path / "state", quota=Quota(open_rounds=1))
+    store = RunStore(tmp_path / "state", Limits(open_rounds_per_server=1))
     for run in ("run", "other"):
         store.create_run(run, plan(**COVERED), LENGTH, "server")
     lines = len(store.record(0))
@@ -190,30 +187,6 @@ def test_what_nobody_closes_or_ends_is_given_up_even_where_the_disk_is_full(tiny
     store.end_old_rounds(3600)  # the lease first, which makes room for the round's line
     assert sum(run.held for run in store._runs.values()) == 0
     assert store.close_round("open", 1) == Closed(Outcome.DISCARDED)
-
-
-def test_a_large_batch_is_destroyed_beside_what_others_ask(tiny_disk, monkeypatch):
-    """Its room is given to the next one, which waits for it."""
-    may_close, slow, closed = threading.Event(), SimpleNamespace(**vars(os)), []
-
-    def close(descriptor):
-        may_close.wait(LIMIT)
-        os.close(descriptor)
-        closed.append(descriptor)
-
-    slow.close = close
-    store = RunStore(tiny_disk / "state")
-    store.create_run("run", plan(**COVERED), 30_000)
-    store.open_round("run", 1, "model", PUBLIC_KEY)
-    with monkeypatch.context() as patch, ThreadPoolExecutor() as threads:
-        patch.setattr(batch, "_LARGE_BYTES", 0)
-        patch.setattr(batch, "os", slow)
-        store.end_round("run", 1)
-        assert not closed and verify(store.record(0))[-1]["event"] == "discarded"
-        reserved = threads.submit(store.reserve, "run")
-        may_close.set()
-        assert reserved.result(LIMIT) is None and closed
-    store.close()
 
 
 def test_a_round_without_a_window_that_its_server_leaves_open_is_given_up(tmp_path, clock):

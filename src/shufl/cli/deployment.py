@@ -93,10 +93,6 @@ def provision_command(
         typer.echo(f"waiting for {out / name}")
     for fingerprint in done.to_withdraw:
         typer.echo(f"to withdraw at every shuffler, unless that is done: {fingerprint}")
-    for name, until in done.stay_valid.items():
-        typer.echo(
-            f"valid   the former certificate of {name}, until {until}: it cannot be withdrawn"
-        )
     for name, end in done.ending.items():
         how = f"there: shufl keys renew keys --name {name}, and {name}.csr comes here"
         typer.echo(f"ending  {name}: its certificate is valid until {end:%F}; {how}")
@@ -108,9 +104,6 @@ def rehearse_command(
         Path | None, typer.Option(help="An empty folder for the sites. Default: a temporary one.")
     ] = None,
     runs: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
-    kill_node: Annotated[
-        bool, typer.Option(help="Kill the last node after two rounds, and bring it back.")
-    ] = False,
 ) -> None:
     """Run a whole deployment on this machine: real processes, TLS and node authentication."""
     from shufl.deploy.deployment import Deployment
@@ -128,7 +121,7 @@ def rehearse_command(
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"--folder must be empty, {folder} is not")
         with tempfile.TemporaryDirectory(prefix="shufl-") as temporary:
-            stopped_by = rehearse(plan, base, folder or Path(temporary), runs, kill_node)
+            stopped_by = rehearse(plan, base, folder or Path(temporary), runs)
     if stopped_by == "interrupt":
         raise typer.Exit(130)
 

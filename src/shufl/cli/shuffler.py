@@ -10,8 +10,8 @@ import typer
 
 from shufl.cli import options
 from shufl.protocol.files import write_whole
-from shufl.shuffler.callers import Role, fingerprint_of
-from shufl.shuffler.credentials import read_certificate
+from shufl.shuffler.callers import Role
+from shufl.shuffler.credentials import fingerprint_of, read_certificate
 from shufl.shuffler.keys import Authority, Request, check_days, make_flower_key
 
 
