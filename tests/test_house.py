@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
-    "accounting": 3895,
+    "accounting": 3806,
     "clients": 1187,
     "deploy": 1880,
-    "learning": 2865,
-    "protocol": 1160,
-    "results": 1245,
+    "learning": 2934,
+    "protocol": 1174,
+    "results": 1254,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})
