@@ -168,6 +168,10 @@ def test_a_grid_has_a_page_of_the_runs_that_ended_and_names_the_others(tmp_path,
     (row,) = (row for row in rows if (row["value"], row["seed"]) == ("2.0", "4"))
     assert float(row["score"]) == json.loads((other / "summary.json").read_text())["accuracy"]
 
+    told = json.loads(shufl(*command, "--json", **on_a_cluster).stdout)
+    assert told["page"] == str(pages / "tiny-grid.md") and len(told["failed"]) == 2
+    assert list(told["runs"][0])[:4] == ["series", "value", "seed", "score"]
+
     table = pages / "tiny-grid.csv"
     published = table.read_text()
     command[3] = tmp_path / "of-somebody-else"

@@ -1,6 +1,7 @@
 """What is printed is what is meant: no markup from outside, one line an error, no old accuracy."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -51,6 +52,25 @@ def test_text_from_outside_is_printed_as_it_is(text):
 def test_escape_codes_are_shown_and_do_nothing():
     shown = printed("a\x1b[31mb\nc\u202ed", Text("e"))
     assert shown == "a\\x1b[31mb\\nc\\u202ed e\n"
+
+
+def test_help_has_every_command_once_in_a_group():
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    groups = re.findall(r"^╭─ ([A-Z][a-z ]+) ─", shown, re.M)
+    assert groups == ["Options", "Train and measure", "Plan and account", "Deploy", "Operate"]
+    told = re.findall(r"^│ ([a-z]+) +[A-Z]", shown, re.M)
+    assert sorted(told) == sorted(typer.main.get_command(app).commands)
+
+
+@pytest.mark.slow
+def test_a_run_as_json_is_one_object_and_tells_its_progress_elsewhere(tmp_path):
+    sets = "--set", "privacy.rounds=2", "--engine", "vectorised", "--runs", str(tmp_path)
+    ended = CliRunner().invoke(app, ["run", "quickstart", *sets, "--json"])
+    summary = json.loads(ended.stdout)
+    assert (summary["rounds"], Path(summary["folder"]).parent) == (2, tmp_path)
+    assert summary["epsilon"]["blanket"]["epsilon"] > 0 and "round 2/2 " in ended.stderr
+    refused = CliRunner().invoke(app, ["run", "quickstart", "--json", "--on", "wards"])
+    assert refused.exit_code == 2 and "--json goes without --on" in refused.stderr
 
 
 def test_every_help_text_is_shown_whole():

@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib.metadata
 import io
+import itertools
 import logging
 import os
 import pkgutil
@@ -25,26 +26,34 @@ from typer.core import TyperGroup
 from shufl.cli.options import missing_extra, print_error
 
 _COMMANDS = {
-    "run": "shufl.cli.experiment:run_command",
-    "histogram": "shufl.cli.histogram:histogram_command",
-    "experiment": "shufl.cli.experiment:experiment_command",
-    "report": "shufl.cli.experiment:report_command",
-    "account": "shufl.cli.account:account_command",
-    "calibrate": "shufl.cli.calibrate:calibrate_command",
-    "audit": "shufl.cli.audit:audit_command",
-    "shuffler": "shufl.cli.shuffler:shuffler_command",
-    "node": "shufl.cli.node:node_command",
-    "status": "shufl.cli.deployment:status_command",
-    "doctor": "shufl.cli.deployment:doctor_command",
-    "metrics": "shufl.cli.deployment:metrics_command",
-    "provision": "shufl.cli.deployment:provision_command",
-    "register": "shufl.cli.deployment:register_command",
-    "rehearse": "shufl.cli.deployment:rehearse_command",
-    "keys": "shufl.cli.shuffler:keys_app",
-    "device": "shufl.cli.device:device_app",
-    "record": "shufl.cli.shuffler:record_app",
+    "Train and measure": {
+        "run": "shufl.cli.experiment:run_command",
+        "experiment": "shufl.cli.experiment:experiment_command",
+        "report": "shufl.cli.experiment:report_command",
+        "histogram": "shufl.cli.histogram:histogram_command",
+    },
+    "Plan and account": {
+        "account": "shufl.cli.account:account_command",
+        "calibrate": "shufl.cli.calibrate:calibrate_command",
+        "audit": "shufl.cli.audit:audit_command",
+    },
+    "Deploy": {
+        "rehearse": "shufl.cli.deployment:rehearse_command",
+        "provision": "shufl.cli.deployment:provision_command",
+        "keys": "shufl.cli.shuffler:keys_app",
+        "shuffler": "shufl.cli.shuffler:shuffler_command",
+        "node": "shufl.cli.node:node_command",
+        "register": "shufl.cli.deployment:register_command",
+    },
+    "Operate": {
+        "status": "shufl.cli.deployment:status_command",
+        "doctor": "shufl.cli.deployment:doctor_command",
+        "metrics": "shufl.cli.deployment:metrics_command",
+        "device": "shufl.cli.device:device_app",
+        "record": "shufl.cli.shuffler:record_app",
+    },
 }
-"""Where each command is. Only the module of the one that was given is imported."""
+"""By group, where each command is. Only the module of the one that was given is imported."""
 
 
 class _Group(TyperGroup):
@@ -52,17 +61,20 @@ class _Group(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = dict.fromkeys(_COMMANDS, click.Command(None))  # the names are used
+        names = itertools.chain(*_COMMANDS.values())
+        self.commands = dict.fromkeys(names, click.Command(None))  # the names are used
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        group = next((group for group, names in _COMMANDS.items() if cmd_name in names), None)
+        if group is None:
             return None
-        found = pkgutil.resolve_name(_COMMANDS[cmd_name])
+        found = pkgutil.resolve_name(_COMMANDS[group][cmd_name])
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
             found.command()(function)
         command = typer.main.get_command(found)
         command.name = cmd_name
+        command.rich_help_panel = group  # type: ignore[attr-defined]  # of Typer's commands
         return command
 
 

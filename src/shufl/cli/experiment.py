@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Annotated
 
 import click
 import typer
+from pydantic_core import from_json
 
+from shufl.cli import options
 from shufl.cli.options import check_file, fail, failing
 from shufl.learning.your_code import make_importable
 from shufl.protocol.console import Console
@@ -64,6 +66,7 @@ def run_command(
             "without CONFIG, --set, --engine and --runs.",
         ),
     ] = None,
+    json: options.Json = False,
 ) -> None:
     """Run an experiment until its privacy budget ends.
 
@@ -82,6 +85,8 @@ def run_command(
             raise ConfigError("--on goes without --engine: real nodes take part")
         if continue_ and (on is None or config is None):
             raise ConfigError("--continue goes with --on and a CONFIG")
+        if json and on is not None:
+            raise ConfigError("--json goes without --on: the run folder has a summary.json")
         chosen = [f"simulation.engine={engine}"] if engine else []
         loaded = None if config is None else load(config, [*(set_ or []), *chosen])
     if loaded is not None and on is None:
@@ -106,9 +111,14 @@ def run_command(
             elif resume is not None:
                 stopped_by = resume_on(on, site, resume)
         elif loaded is not None:
-            stopped_by = Run.new(loaded, runs, Console()).train().stopped_by
+            run = Run.new(loaded, runs, Console(stderr=json))
         elif resume is not None:
-            stopped_by = Run.of(resume, Console()).train().stopped_by
+            run = Run.of(resume, Console(stderr=json))
+        if on is None:
+            stopped_by = run.train().stopped_by
+        if json:
+            summary = from_json((run.folder / "summary.json").read_bytes())
+            options.print_json({"folder": str(run.folder)} | summary)
     if stopped_by == "interrupt":
         raise typer.Exit(_INTERRUPTED)
 
@@ -128,6 +138,7 @@ def experiment_command(
         ),
     ] = None,
     cpus: Annotated[int, typer.Option(help="Processors for each run.")] = 1,
+    json: options.Json = False,
 ) -> None:
     """Run a grid of configurations and seeds on Ray, and write their table and plot.
 
@@ -137,14 +148,20 @@ def experiment_command(
     from shufl.results.engine_interface import EngineFailed
     from shufl.simulator.grid.definition import load_grid
     from shufl.simulator.grid.runner import play_grid
+    from shufl.simulator.grid.table import varying_first
 
     make_importable([Path(grid).parent, Path.cwd()])
     with failing(EngineFailed, OSError, ValueError, code=1), failing(ConfigError):
         try:
-            rows, page, failed = play_grid(*load_grid(grid), results, pages, cpus, Console())
+            console = Console(stderr=json)
+            rows, page, failed = play_grid(*load_grid(grid), results, pages, cpus, console)
         except KeyboardInterrupt:
             fail(RuntimeError("interrupted; the same command goes on"), _INTERRUPTED)
-    typer.echo(f"written: {page}")
+    if json:
+        found = varying_first(rows, ["series", "value"])
+        options.print_json({"page": str(page), "runs": found, "failed": failed})
+    else:
+        typer.echo(f"written: {page}")
     if failed:
         runs = len(rows) + len(failed)
         fail(RuntimeError(f"{len(failed)} of {runs} runs failed, see {page}"), 1)
@@ -191,7 +208,7 @@ def page_of(folder: Path) -> str:
             from shufl.simulator.grid.grid_page import page_of_grid  # it needs torch
 
             return page_of_grid(folder)
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, JSONDecodeError) as error:
         raise ValueError(f"{folder} has a damaged file: {error}") from error
     raise ValueError(
         f"{folder} must be a run folder, which has a plan.json, or the folder of an experiment, "
