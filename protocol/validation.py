@@ -6,6 +6,8 @@ Every refusal is one line that names the value, what is allowed and what was giv
 import difflib
 import math
 import numbers
+import os
+import platform
 import tomllib
 from pathlib import Path
 from types import NoneType, UnionType
@@ -68,6 +70,21 @@ class Checked(Record):
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some values changed, checked like a new one."""
         return type(self)(**(dict(self) | changes))
+
+
+def check_linux(what: str) -> None:
+    """Checks that this system has what protects real users.
+
+    A node keeps records in memory that is no file, and a shuffler takes a round's disk at once.
+
+    Raises:
+        ConfigError: It is another system than Linux.
+    """
+    if not (hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")):
+        raise ConfigError(
+            f"{what} for real users needs Linux, got {platform.system()}; simulations, accountants "
+            "and audits run here"
+        )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import typer
 
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.text import one_line
+from shufl.protocol.validation import check_linux
 from shufl.shuffler.callers import Revoked
 from shufl.shuffler.config import ShufflerConfig, Tls, load_config
 from shufl.shuffler.credentials import read_certificate
@@ -48,6 +49,8 @@ def serve(config: Path, exit_with_parent: bool) -> None:
     parent = os.getppid()
     with ExitStack() as stack:
         try:
+            if not exit_with_parent:
+                check_linux("a shuffler")
             settings = load_config(config)
             if settings.directory is None and not exit_with_parent:
                 raise ValueError(f"{config}: directory is missing: where the public record is kept")
@@ -57,7 +60,8 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             revoked = Revoked(settings.tls.revoked)
             os.umask(0o077)
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            with suppress(ValueError):  # macOS takes no "unlimited"
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
             directory = settings.directory
             if directory is None:

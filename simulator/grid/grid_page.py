@@ -241,19 +241,21 @@ def _first_epsilons(results: list[Result]) -> list[tuple[float | None, str]]:
     An accountant that does not price all of these runs has no number.
     """
     halts = results[0]["accountant"]
-    largest = {name: _largest_epsilon(results, name) for name in results[0]["epsilon"]}
-    told = []
-    for name in (halts, for_every_pair(largest)):
-        epsilon = None if name is None else largest.get(name)
-        by = "" if epsilon is None else f" ({name})"
-        told.append((epsilon, f"{epsilon_text(epsilon)}{by}"))
-    return told
+    priced = {
+        name: max(result["epsilon"][name] for result in results)
+        for name in results[0]["epsilon"]
+        if all(result["epsilon"].get(name) is not None for result in results)
+    }
+    return [
+        (priced[name], f"{epsilon_text(priced[name])} ({name})") if name in priced else (None, "–")
+        for name in (halts, for_every_pair(priced))
+    ]
 
 
 def _largest_epsilon(results: list[Result], accountant: str) -> float | None:
-    """The largest ε by an accountant; None if it does not price one of the results."""
-    given = [each["epsilon"].get(accountant) for each in results]
-    return None if None in given else max(given)
+    """The largest ε by an accountant; None if it has none for a result that asks for it."""
+    given = [each["epsilon"][accountant] for each in results if accountant in each["epsilon"]]
+    return None if None in given else max(given, default=None)
 
 
 def _coverage_table(results: list[Result]) -> Table:

@@ -37,14 +37,14 @@ _OF_PLAN = (
 
 
 @usual_settings()
-def play(point: Point, folder: Path, threads: int, rests: str) -> None:
+def play(point: Point, folder: Path, threads: int, rests: str | None = None) -> None:
     """Plays a point, or goes on with it where it was interrupted, and writes its `result.json`.
 
     Args:
         point: what is played.
         folder: of the point: for `result.json` and run folders.
         threads: how many threads torch gets.
-        rests: what the point `rests_on`; a process without your notebook could not tell.
+        rests: what the point `rests_on`, for a process that does not have your notebook.
     """
     torch.set_num_threads(threads)
     if point.trainer == "shufl":
@@ -57,7 +57,10 @@ def play(point: Point, folder: Path, threads: int, rests: str) -> None:
         came_to = _by_another(point)
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    origin = provenance() | {"versions": versions, "rests_on": rests}
+    origin = provenance() | {
+        "versions": versions,
+        "rests_on": rests_on(point) if rests is None else rests,
+    }
     write_result(folder, point, came_to | origin)
 
 

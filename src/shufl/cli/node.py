@@ -13,6 +13,7 @@ import typer
 
 from shufl.cli import options
 from shufl.protocol.text import log_handler
+from shufl.protocol.validation import check_linux
 
 
 def node_command(
@@ -44,5 +45,6 @@ def node_command(
 
     make_importable([folder])
     with options.failing(ValueError):
+        check_linux("a node")
         site = load_site(config, NodeSite)
         serve_device(node_settings(site, folder), Path(site.socket), stop, at_once)
