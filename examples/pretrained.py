@@ -50,7 +50,8 @@ def reviews() -> shufl.Dataset:
         return tokeniser(rows["text"], padding="max_length", truncation=True, max_length=TOKENS)
 
     train, test = (
-        write_reviews(*each).map(as_tokens, batched=True) for each in ((800, 1), (90, 2))
+        write_reviews(authors, seed).map(as_tokens, batched=True)
+        for authors, seed in ((AUTHORS, 1), (200, 2))
     )
     return shufl.Dataset(
         train["input_ids"],
@@ -69,8 +70,14 @@ def adapted():
     product of the users' mean factors is not the mean of their products. So A stays as it was drawn
     (Sun et al. 2024, "Improving LoRA in privacy-preserving federated learning": FFA-LoRA).
     """
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": TOKENS}
-    config = BertConfig(len(WORDS), num_hidden_layers=2, num_attention_heads=2, **sizes)
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=TOKENS,
+    )
     lora = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["query", "value"])
     model = get_peft_model(BertForSequenceClassification(config), lora)
     for name, parameter in model.named_parameters():
