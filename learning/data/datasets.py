@@ -350,7 +350,7 @@ def _tensor(name: str, given: Any) -> Any:
     if isinstance(given, Sequence):
         given = given[:]  # Hugging Face's columns read their rows here, and not one by one
     if not isinstance(given, torch.Tensor):
-        listed = isinstance(given, list)
+        listed = isinstance(given, list | tuple)
         if isinstance(given, np.ma.MaskedArray) or not (listed or hasattr(given, "__array__")):
             return given
         try:
@@ -362,8 +362,9 @@ def _tensor(name: str, given: Any) -> Any:
                 f"{name} must have rows of one length, got others: pad or cut them"
             ) from error
         if array.dtype.kind not in "biuf":
-            kind = "text" if array.dtype.kind in "UST" else array.dtype
-            raise ConfigError(f"{name} must be numbers, got {kind}")
+            kinds = {"O": "missing values, or objects", "U": "text", "S": "text", "T": "text"}
+            got = kinds.get(array.dtype.kind, array.dtype)
+            raise ConfigError(f"{name} must be numbers, got {got}")
         if listed and array.dtype == np.float64:  # Python has no other floats
             array = array.astype(np.float32)
         given = torch.from_numpy(array)

@@ -222,7 +222,7 @@ IDS = np.arange(24).reshape(8, 3)
         (IDS.astype(np.int32), torch.int64),
         (torch.from_numpy(IDS).int(), torch.int64),
         (IDS.tolist(), torch.int64),
-        ((IDS / 2).tolist(), torch.float32),
+        (tuple((IDS / 2).tolist()), torch.float32),
         (list(torch.from_numpy(IDS)), torch.int64),
         (pyarrow.FixedShapeTensorArray.from_numpy_ndarray(IDS), torch.int64),
     ],
@@ -244,7 +244,7 @@ def test_columns_and_lists_become_tensors(ids, dtype):
         ([[1, 2, 3]] * 7 + [[1, 2]], "train_features must have rows of one length, got others"),
         (np.full((8, 3), "a"), "train_features must be numbers, got text"),
         ([["a secret"]] * 8, "train_features must be numbers, got text"),
-        ([[None]] * 8, "train_features must be numbers, got object"),
+        ([[None]] * 8, "train_features must be numbers, got missing values, or objects"),
     ],
 )
 def test_what_holds_no_numbers_says_why(records, message):
