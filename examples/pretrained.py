@@ -77,6 +77,7 @@ def adapted():
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=TOKENS,
+        initializer_range=0.2,  # random weights of the usual 0.02 pass hardly anything on
     )
     lora = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["query", "value"])
     model = get_peft_model(BertForSequenceClassification(config), lora)
@@ -106,8 +107,6 @@ if __name__ == "__main__":
         "privacy.target_epsilon": 4.0,
         "privacy.rounds": 30,
         "privacy.minimum_batch": "",
-        "training.optimiser": "adam",
-        "training.learning_rate": 0.03,
         "training.evaluate_every": 10,
         "simulation.engine": "vectorised",
         "simulation.noise": "aggregate",
