@@ -30,12 +30,15 @@ _LINES = 2  # of a passage
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and, beside it, one of low rank that starts at zero."""
+    """A frozen linear layer and, beside it, one of low rank that starts at zero.
+
+    Only its second factor is trained: noise in both would multiply (FFA-LoRA, see pretrained.py).
+    """
 
     def __init__(self, frozen: nn.Linear, rank: int):
         super().__init__()
         self.frozen = frozen
-        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.down = nn.Linear(frozen.in_features, rank, bias=False).requires_grad_(False)
         self.up = nn.Linear(rank, frozen.out_features, bias=False)
         nn.init.zeros_(self.up.weight)
 

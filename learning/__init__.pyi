@@ -1,5 +1,13 @@
 from .dropout import SeededDropout, unfolded_attention
-from .local_training import STEPS, LocalTraining, Loss, Step, UserRecords, cross_entropy
+from .local_training import (
+    STEPS,
+    LocalTraining,
+    Loss,
+    Step,
+    UserRecords,
+    cross_entropy,
+    logits_of,
+)
 from .module_state import ModuleState, StateError
 from .parameters import load_tensors, save_tensors
 from .tasks import Measure, evaluate
@@ -29,6 +37,7 @@ __all__ = [
     "in_type",
     "load_tensors",
     "local_update",
+    "logits_of",
     "record_orders",
     "save_tensors",
     "unfolded_attention",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -66,9 +66,19 @@ Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """Gives each of r records its loss, from a model's outputs and the labels: shape (r,)."""
 
 
-def cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def logits_of(outputs: Any) -> Any:
+    """The tensor `logits` of a dictionary or a dataclass, as models of Hugging Face return.
+
+    Outputs that have none are returned as they are.
+    """
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits", outputs)
+    return getattr(outputs, "logits", outputs) if is_dataclass(outputs) else outputs
+
+
+def cross_entropy(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """The loss of classification: scores of shape (r, classes), int64 labels of shape (r,)."""
-    return functional.cross_entropy(scores, labels, reduction="none")
+    return functional.cross_entropy(logits_of(outputs), labels, reduction="none")
 
 
 UserRecords = Callable[[int], tuple[torch.Tensor, torch.Tensor]]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
-from shufl.learning import ModuleState
+from shufl.learning import ModuleState, logits_of
 from shufl.learning.code_digest import code_digest
+from shufl.learning.config import TASKS
 from shufl.learning.parameters import frozen_digest, sent, trained
 from shufl.learning.tasks import Form, load_task, wrong_tensor
 from shufl.learning.your_code import CODE_ERRORS, find, your_code
@@ -117,7 +121,8 @@ def build_model(
     make = find("model", name, MODELS)
     if code and code_digest([name]) not in ("", code):
         raise ConfigError(f"model {name}: its code has changed since the run began")
-    failure = f"model {name} could not be built for records of shape {form.input_shape}"
+    records = f"{form.input_type} of shape {form.input_shape}"
+    failure = f"model {name} could not be built for records of {records}"
     with seeded(seed), your_code(failure):
         if isinstance(make, nn.Module):
             model = copy.deepcopy(make)
@@ -126,8 +131,12 @@ def build_model(
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False  # a report is dense
+            if _is_frozen_norm(module):  # as in Keras, it keeps its statistics and uses them
+                module.eval().train = functools.partial(_stays_in_eval, module)  # type: ignore[method-assign]
         with torch.no_grad():
             outputs = model.eval()(form.inputs(2))
+    if is_dataclass(outputs) and type(outputs) not in SUPPORTED_NODES:
+        _make_tree_of(type(outputs))
     _refuse_what_has_no_loss(name, outputs, form)
     _refuse_what_cannot_be_sent(name, model)
     _refuse_what_is_not_trained(name, model)
@@ -152,12 +161,29 @@ class ModelMaker:
         return build_model(self.name, self.form, self.seed, self.options, self.code)
 
 
+def _make_tree_of(kind: type[Any]) -> None:
+    """Lets torch's functions for trees of tensors look into objects of a dataclass."""
+    names = [each.name for each in fields(kind)]
+    register_pytree_node(
+        kind,
+        lambda given: ([getattr(given, name) for name in names], None),
+        lambda values, _: kind(**dict(zip(names, values, strict=True))),
+    )
+
+
 def _refuse_what_has_no_loss(name: str, outputs: Any, form: Form) -> None:
     """Refuses outputs from which the task does not get a loss for each of two records."""
     expected: dict[str, tuple[int, ...]] = {
         "classification": (2, form.outputs),
         "next-token": (2, *form.label_shape, form.outputs),
     }
+    if form.task in TASKS:
+        kind, outputs = type(outputs).__name__, logits_of(outputs)
+        if not isinstance(outputs, torch.Tensor):
+            raise ConfigError(
+                f"model {name} must give a tensor, or a dictionary or dataclass with a tensor "
+                f"named logits, for data.task {form.task}, got {kind}"
+            )
     shape = tuple(getattr(outputs, "shape", ()))
     if shape != expected.get(form.task, shape):
         each = "record" if form.task == "classification" else "token"
@@ -207,16 +233,29 @@ def _refuse_what_is_not_trained(name: str, model: nn.Module) -> None:
             raise ConfigError(f"model {name} must start with finite numbers, got others in {path}")
 
 
+def _is_frozen_norm(module: nn.Module) -> bool:
+    """Whether it is batch norm with statistics whose parameters, at least one, are all frozen."""
+    own = [each.requires_grad for each in module.parameters()]
+    is_norm = isinstance(module, _BatchNorm) and module.running_mean is not None
+    return is_norm and bool(own) and not any(own)
+
+
+def _stays_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Stands in place of `train` of a module that stays in eval mode."""
+    return module
+
+
 def _refuse_what_mixes_users(name: str, model: nn.Module, form: Form) -> None:
     """Refuses a model that mixes users' records in an update: clipping would bound nothing."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    for path, module in model.train().named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise ConfigError(
                 f"model {name} has batch norm ({path}): its running statistics mix users' records "
-                "and no noise protects them; use group norm or layer norm"
+                "and no noise protects them; freeze its parameters (requires_grad_(False)), so "
+                "that it keeps its statistics, or use group norm or layer norm"
             )
     with your_code(f"model {name} could not be tried on two records"), torch.no_grad():
-        state = ModuleState(model.train())
+        state = ModuleState(model)
         model(form.inputs(2, 1.0))
         changed = state.restore()
     for path, _ in model.named_buffers():

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from shufl.learning import Loss, cross_entropy
+from shufl.learning import Loss, cross_entropy, logits_of
 from shufl.learning.config import TASKS
 from shufl.learning.your_code import find
 from shufl.protocol.validation import ConfigError
@@ -34,7 +34,7 @@ class Task:
         >>> absolute = Task(loss, metrics, score="mae")
 
     Attributes:
-        loss: takes a model's outputs for r records and their labels, of shape (r, ...), and gives
+        loss: takes all that a model gives for r records, and their labels, of shape (r, ...). Gives
             each record its loss: float of shape (r,). A record's loss must depend on this record
             alone. A user's loss is the mean over its records.
         metrics: takes a model's outputs for all test records and their labels, and gives numbers by
@@ -123,11 +123,12 @@ class _NamedLoss:
         return load_task(self.task).loss(outputs, labels)
 
 
-def _accuracy(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def _accuracy(outputs: Any, labels: torch.Tensor) -> dict[str, float]:
     """The share of records whose largest score is their label's, and the mean F1 over classes.
 
     A class counts if it is among the labels or the predictions.
     """
+    scores = logits_of(outputs)
     guesses, classes = scores.argmax(dim=1), scores.shape[1]
     right, guessed, there = (
         each.bincount(minlength=classes).double()
@@ -138,13 +139,14 @@ def _accuracy(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     return {"accuracy": float(right.sum() / len(labels)), "macro_f1": float(f1.mean())}
 
 
-def _squared_error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (outputs.reshape(len(labels), -1) - labels.reshape(len(labels), -1)).square().mean(1)
+def _squared_error(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    guesses = logits_of(outputs).reshape(len(labels), -1)
+    return (guesses - labels.reshape(len(labels), -1)).square().mean(1)
 
 
-def _errors(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def _errors(outputs: Any, labels: torch.Tensor) -> dict[str, float]:
     """The root of the mean squared error, and the mean absolute one."""
-    errors = (outputs.reshape(labels.shape) - labels).double()
+    errors = (logits_of(outputs).reshape(labels.shape) - labels).double()
     return {"rmse": float(errors.square().mean().sqrt()), "mae": float(errors.abs().mean())}
 
 
@@ -152,17 +154,17 @@ PADDING = -100
 """The label of a place that holds no token; it counts neither in the loss nor in a metric."""
 
 
-def _token_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _token_loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of each record's tokens: scores (r, t, c), labels (r, t)."""
     losses = functional.cross_entropy(
-        scores.transpose(1, 2), labels, ignore_index=PADDING, reduction="none"
+        logits_of(outputs).transpose(1, 2), labels, ignore_index=PADDING, reduction="none"
     )
     return losses.sum(1) / (labels != PADDING).sum(1).clamp(min=1)
 
 
-def _tokens_told(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def _tokens_told(outputs: Any, labels: torch.Tensor) -> dict[str, float]:
     """Share of tokens that are predicted correctly, and the perplexity."""
-    counted = labels != PADDING
+    scores, counted = logits_of(outputs), labels != PADDING
     right = (scores.argmax(dim=2) == labels)[counted].double().mean()
     loss = functional.cross_entropy(scores[counted].double(), labels[counted])
     return {"accuracy": float(right), "perplexity": float(loss.exp())}
@@ -195,7 +197,9 @@ def evaluate(
     parts = [model(batch.clone()) for batch in features.split(_BATCH)]
     outputs = parts[0]
     if len(parts) > 1:
-        outputs = tree_map(lambda *each: torch.cat(each), *parts)
+        outputs = tree_map(
+            lambda *each: torch.cat(each) if torch.is_tensor(each[0]) else each[0], *parts
+        )
     return measure(outputs, labels)
 
 

@@ -1,5 +1,7 @@
 """Datasets of users of unequal size, and models, for each task."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import nn
@@ -30,7 +32,7 @@ def houses():
 def owned():
     """The same to classify."""
     parts = (getattr(houses(), part) for part in PARTS)
-    kinds = (part if part.shape[1] == 3 else (part[:, 0] > 0).astype(int) for part in parts)
+    kinds = (part if part.shape[1] == 3 else (part[:, 0] > 0).long() for part in parts)
     return of_users(**dict(zip(PARTS, kinds, strict=True)), classes=2)
 
 
@@ -57,6 +59,33 @@ class Bigrams(nn.Module):
     def forward(self, tokens):
         assert tokens.dtype == torch.int64
         return self.scores(self.vectors(tokens))
+
+
+@dataclass
+class Scored:
+    """What a model of Hugging Face returns: its scores, and perhaps more."""
+
+    logits: torch.Tensor
+    hidden_states: None = None
+
+
+class BigramsWithLogits(Bigrams):
+    def forward(self, tokens):
+        return Scored(super().forward(tokens))
+
+
+class Normed(nn.Module):
+    """Has batch norm of frozen parameters, with statistics of data that are public."""
+
+    def __init__(self, input_shape, outputs):
+        super().__init__()
+        norm = nn.BatchNorm1d(4).requires_grad_(False)
+        norm.running_mean.uniform_(-2, 2)
+        norm.running_var.uniform_(1, 9)
+        self.layers = nn.Sequential(nn.Linear(*input_shape, 4), norm, nn.Linear(4, outputs))
+
+    def forward(self, records):
+        return {"logits": self.layers(records), "loss": None}
 
 
 class MeanOfTokens(Bigrams):
@@ -86,6 +115,8 @@ class Quantile(nn.Linear):
 
 
 TASKS = {
+    "logits": ("task_world:sentences", "task_world:BigramsWithLogits", "accuracy", []),
+    "frozen-norm": ("task_world:owned", "task_world:Normed", "accuracy", []),
     "regression": ("task_world:houses", "logistic-regression", "rmse", []),
     "next-token": ("task_world:sentences", "task_world:Bigrams", "accuracy", []),
     "own": (

@@ -15,8 +15,8 @@ MOST_LINES = {
     "accounting": 3806,
     "clients": 1187,
     "deploy": 1880,
-    "learning": 2934,
-    "protocol": 1174,
+    "learning": 3008,
+    "protocol": 1182,
     "results": 1254,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""

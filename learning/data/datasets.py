@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from shufl.learning.config import DATASETS
 from shufl.learning.data.files import RecordFile
@@ -30,9 +31,11 @@ from shufl.protocol.validation import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset in memory, on the CPU. You may give an array of numpy in place of each tensor.
+    """A dataset in memory, on the CPU.
 
-    Below, r is the number of training records or of test records.
+    In place of each tensor you may give an array, a column of a table (numpy, pandas, pyarrow,
+    Hugging Face's `datasets`) or a list; it becomes a tensor here. Below, r is the number of
+    training records or of test records.
 
     Examples:
         >>> import numpy as np
@@ -49,7 +52,7 @@ class Dataset:
     Attributes:
         train_features, test_features: shape (r, ...). Numbers of type uint8 or float32 are
             normalised by `scale`, `mean` and `std`. A model gets int64, such as the ids of tokens,
-            as they are.
+            as they are; int32 becomes int64.
         train_labels, test_labels: classification: int64 of shape (r,), from 0 to `classes` - 1.
             Regression: float32 of shape (r, ...). Next-token: int64 of shape (r, t); a token
             labelled -100 does not count. A task of your own: int64 or float32 of shape (r, ...).
@@ -59,8 +62,8 @@ class Dataset:
             channel. Nothing protects them, so do not estimate them from users' data; the datasets
             here have published constants. Default: 0 and 1.
         users: the id of each training record's user: r ids, each text, bytes, a whole number, a
-            UUID or a tuple of these. A run numbers the users from 0, in the order of appearance:
-            int64 of shape (r,). Default: the data do not say.
+            UUID or a tuple of these. They become numbers from 0, in the order of appearance: int64
+            of shape (r,). Default: the data do not say.
         task: what is learnt: the name of a task (`data.task`), or a `Task`.
     """
 
@@ -75,14 +78,14 @@ class Dataset:
     users: torch.Tensor | None = None
     task: str | Task = "classification"
 
-    if TYPE_CHECKING:  # you may give arrays; `load_dataset` makes tensors of them
+    if TYPE_CHECKING:  # you may give arrays; `__post_init__` makes tensors of them
 
         def __init__(
             self,
-            train_features: torch.Tensor | np.ndarray,
-            train_labels: torch.Tensor | np.ndarray,
-            test_features: torch.Tensor | np.ndarray,
-            test_labels: torch.Tensor | np.ndarray,
+            train_features: ArrayLike,
+            train_labels: ArrayLike,
+            test_features: ArrayLike,
+            test_labels: ArrayLike,
             classes: int | None = None,
             scale: float = 1.0,
             mean: Sequence[float] = (0.0,),
@@ -90,6 +93,29 @@ class Dataset:
             users: Sequence[Hashable] | torch.Tensor | np.ndarray | None = None,
             task: str | Task = "classification",
         ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            if name == "users":
+                value = None if value is None else torch.from_numpy(number_users(value))
+            elif name in ("classes", "scale", "mean", "std"):
+                value = value.tolist() if hasattr(value, "tolist") else value
+            elif name != "task":
+                value = _tensor(name, value)
+            object.__setattr__(self, name, value)  # nothing else can change this object
+
+    def __repr__(self) -> str:
+        """Says what the dataset holds, and quotes no record."""
+        parts = [
+            f"{part} records {_form(features)} with labels {_form(labels)}"
+            for part, features, labels in (
+                ("training", self.train_features, self.train_labels),
+                ("test", self.test_features, self.test_labels),
+            )
+        ]
+        users = "users not named" if self.users is None else f"{len(self.users.unique())} users"
+        classes = "" if self.classes is None else f", {self.classes} classes"
+        return f"<dataset for {self.task_name}: {', '.join(parts)}{classes}, {users}>"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -274,8 +300,6 @@ def load_dataset(name: str | RecordFile) -> Dataset:
     make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
     with your_code(f"data.dataset {name} could not be loaded", quote=()):
         dataset = make() if callable(make) else make
-        if isinstance(dataset, Dataset):
-            dataset = _without_numpy(dataset)
     if (mistake := _mistake(dataset)) is not None:
         raise ConfigError(f"data.dataset {name} {mistake}")
     return dataset
@@ -318,17 +342,41 @@ def dataset_digest(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _without_numpy(dataset: Dataset) -> Dataset:
-    """The dataset with torch's tensors and Python's numbers in place of numpy's."""
-    changes: dict[str, Any] = {}
-    for name, value in vars(dataset).items():
-        if name == "users":
-            changes[name] = None if value is None else torch.from_numpy(number_users(value))
-        elif name in ("classes", "scale", "mean", "std"):
-            changes[name] = value.tolist() if hasattr(value, "tolist") else value
-        elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
-            changes[name] = torch.from_numpy(np.array(value))  # writable, of positive strides
-    return replace(dataset, **changes)
+def _tensor(name: str, given: Any) -> Any:
+    """Numbers as a tensor, ids in it as int64; a masked array, or what is no array, stays.
+
+    Raises:
+        ConfigError: an array does not hold numbers, or its rows differ in length.
+    """
+    if isinstance(given, Sequence):
+        given = given[:]  # Hugging Face's columns read their rows here, and not one by one
+    if not isinstance(given, torch.Tensor):
+        listed = isinstance(given, list | tuple)
+        if isinstance(given, np.ma.MaskedArray) or not (listed or hasattr(given, "__array__")):
+            return given
+        try:
+            array = np.array(given)  # writable, of positive strides
+            if array.dtype == object:  # such as rows that are arrays or lists
+                listed, array = True, np.array(array.tolist())
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} must have rows of one length, got others: pad or cut them"
+            ) from error
+        if array.dtype.kind not in "biuf":
+            kinds = {"O": "missing values, or objects", "U": "text", "S": "text", "T": "text"}
+            got = kinds.get(array.dtype.kind, array.dtype)
+            raise ConfigError(f"{name} must be numbers, got {got}")
+        if listed and array.dtype == np.float64:  # Python has no other floats
+            array = array.astype(np.float32)
+        given = torch.from_numpy(array)
+    return given.long() if given.dtype == torch.int32 else given
+
+
+def _form(numbers: Any) -> str:
+    """Shape and type of a tensor; of what should be one, its class."""
+    if not isinstance(numbers, torch.Tensor):
+        return f"({type(numbers).__name__})"
+    return f"{tuple(numbers.shape)} {numbers.dtype}".replace("torch.", "")
 
 
 _CONVERT = {

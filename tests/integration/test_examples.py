@@ -13,10 +13,10 @@ from nights import by_night
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def printed_by(name, folder):
+def printed_by(name, folder, *arguments):
     """What an example prints that is started in its folder."""
     shutil.copy(EXAMPLES / f"{name}.py", folder)
-    command = [sys.executable, f"{name}.py"]
+    command = [sys.executable, f"{name}.py", *arguments]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -44,5 +44,11 @@ def test_an_aggregator_of_ones_own_gets_every_report(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_tracker_gets_every_round(tmp_path):
-    assert re.search(r"^5 rounds, the last with ε = \d", printed_by("tracker", tmp_path), re.M)
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_a_tracker_gets_every_round(tracker, tmp_path):
+    pytest.importorskip(tracker, reason=f"{tracker} is not installed: make nightly installs it")
+    printed = printed_by("tracker", tmp_path, tracker)
+    assert re.search(r"^5 rounds, the last with ε = \d", printed, re.M)
+    if tracker == "wandb":  # nothing has been sent; `wandb sync` sends this file
+        (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+        assert kept.stat().st_size > 1000

@@ -1,5 +1,6 @@
 """Datasets load, partitions deal each record once, models build or say why not."""
 
+import copy
 import gzip
 import hashlib
 import struct
@@ -7,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -170,16 +172,15 @@ def of_this_module(monkeypatch, make):
     [
         ({"train_features": torch.zeros(8, 3, dtype=torch.float64)}, "float32 or int64 .*float64"),
         ({"train_features": np.zeros((8, 3))}, r"got float64: convert it with x.float\(\)"),
-        ({"train_features": torch.zeros(8, 3).int()},
-         r"float32 or int64 .* got int32: .* x.float\(\), .*numpy"),
+        ({"train_features": torch.zeros(8, 3).short()},
+         r"float32 or int64 .* got int16: .* x.float\(\), .*numpy"),
         ({"train_features": torch.zeros(8, 3).long()},
          "must have no scale, mean and std with features of int64"),
-        ({"train_features": [[0.0] * 3] * 8}, "a dense tensor of .* got list"),
+        ({"train_features": {"age": [0.0] * 8}}, "a dense tensor of .* got dict"),
         ({"train_features": torch.zeros(8, 3).to_sparse()}, "got float32, sparse_coo, on cpu"),
         ({"train_features": torch.nested.nested_tensor([torch.zeros(3)] * 8)},
          "got float32, nested, on cpu"),
         ({"train_features": np.ma.masked_array(np.zeros((8, 3)), False)}, "got MaskedArray"),
-        ({"train_features": np.full((8, 3), "a")}, "could not be loaded: can't convert np.ndarray"),
         ({"train_features": torch.zeros(8, 0), "test_features": torch.zeros(2, 0)},
          r"at least one number a record, got \(8, 0\) and \(2, 0\)"),
         ({"train_features": torch.zeros(8)}, "features of shape .records, ....* got .8,. and"),
@@ -212,6 +213,51 @@ def test_what_is_no_dataset_says_why(monkeypatch, changes, message):
     assert "\n" not in str(error.value)
 
 
+IDS = np.arange(24).reshape(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype"),
+    [
+        (IDS.astype(np.int32), torch.int64),
+        (torch.from_numpy(IDS).int(), torch.int64),
+        (IDS.tolist(), torch.int64),
+        (tuple((IDS / 2).tolist()), torch.float32),
+        (list(torch.from_numpy(IDS)), torch.int64),
+        (pyarrow.FixedShapeTensorArray.from_numpy_ndarray(IDS), torch.int64),
+    ],
+)
+def test_columns_and_lists_become_tensors(ids, dtype):
+    labels = pyarrow.chunked_array([[0, 1], [1] * 6])
+    given = Dataset(ids, labels, ids, labels, classes=2, users=list("abcdefga"))
+    assert given.train_features.dtype == given.test_features.dtype == dtype
+    assert (given.train_features * (2 if dtype == torch.float32 else 1)).tolist() == IDS.tolist()
+    assert given.test_labels.tolist() == [0, *[1] * 7]
+    records = f"records (8, 3) {dtype} with labels (8,) int64".replace("torch.", "")
+    told = f"training {records}, test {records}, 2 classes, 7 users"
+    assert repr(given) == f"<dataset for classification: {told}>"
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([[1, 2, 3]] * 7 + [[1, 2]], "train_features must have rows of one length, got others"),
+        (np.full((8, 3), "a"), "train_features must be numbers, got text"),
+        ([["a secret"]] * 8, "train_features must be numbers, got text"),
+        ([[None]] * 8, "train_features must be numbers, got missing values, or objects"),
+    ],
+)
+def test_what_holds_no_numbers_says_why(records, message):
+    with pytest.raises(ConfigError, match=message):
+        flowers(train_features=records)
+
+
+def test_what_is_no_array_is_shown_by_its_class():
+    assert "training records (dict) with labels (8,) int64, test" in repr(
+        flowers(train_features={"secret": [1.0]})
+    )
+
+
 def test_a_callable_of_yours_is_a_dataset_of_tensors_arrays_and_numbers_of_numpy(monkeypatch):
     read_only = np.arange(24, dtype=np.float32).reshape(8, 3)
     read_only.flags.writeable = False
@@ -233,7 +279,7 @@ def test_a_callable_of_yours_is_a_dataset_of_tensors_arrays_and_numbers_of_numpy
 
 @pytest.mark.slow
 def test_token_ids_as_numbers_of_float32_train_a_model_in_both_engines(monkeypatch):
-    """As the line that refuses them as they are says."""
+    """As the line that refuses other whole numbers says."""
     ids = torch.arange(24).reshape(8, 3)
     tokens = flowers(train_features=ids.float(), mean=(0.0,), std=(1.0,), scale=1.0)
     name = of_this_module(monkeypatch, lambda: tokens)
@@ -409,6 +455,14 @@ def custom_net(input_shape, classes, width=5):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
 
 
+class net_that_gives_pairs(nn.Linear):
+    def __init__(self, input_shape, classes):
+        super().__init__(64, classes)
+
+    def forward(self, records):
+        return super().forward(records.flatten(1)), None
+
+
 def net_with_batch_norm(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
 
@@ -523,7 +577,8 @@ AS_IT_IS = torch.ones(2).as_subclass(Subclass)
         ("DoublePrecisionNet", {}, "keeps linear.weight as torch.float64: keep it as"),
         ("net_that_exits", {}, r"could not be built .*: it calls sys.exit\(0\)"),
         ("net_of_wrong_width", {}, "must give 10 scores a record, got shape"),
-        ("net_with_batch_norm", {}, "has batch norm .* use group norm"),
+        ("net_with_batch_norm", {}, "has batch norm .* freeze its parameters .* or use group"),
+        ("net_that_gives_pairs", {}, "tensor named logits, for .* got tuple"),
         *(("NetWithBuffer", {"value": value}, "must keep mask as .*dense.* on the CPU")
           for value in FORBIDDEN_BUFFERS.values()),
         *(("NetWithFrozen", {"value": value}, "must keep frozen as .*dense.* on the CPU")
@@ -540,13 +595,20 @@ def test_models_that_cannot_be_used_say_why(name, options, message):
     assert "\n" not in str(error.value)
 
 
+def test_batch_norm_of_frozen_parameters_uses_its_statistics_in_training_too():
+    model, records = build_model("task_world:Normed", Form((3,), 2), 0), torch.randn(5, 3)
+    copied = copy.deepcopy(model).train()
+    assert torch.equal(copied(records)["logits"], model.eval()(records)["logits"])
+    assert copied.layers[1].train() is copied.layers[1] is not model.layers[1]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
         ("no_such_module:net", "could not be imported"),
         ("torch.nn:NoSuchLayer", "could not be imported"),
-        ("small-cnn", "could not be built for records of shape"),
+        ("small-cnn", "could not be built for records of float32 of shape"),
     ],
 )
 def test_names_of_no_model_for_these_records_say_why(name, message):

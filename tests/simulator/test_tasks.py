@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import shufl
 from nights import by_night
-from shufl.learning import local_update
+from shufl.learning import evaluate, local_update
 from shufl.learning.config import load
 from shufl.learning.parameters import sent
 from shufl.learning.tasks import CLASSIFICATION, NEXT_TOKEN, PADDING, REGRESSION
@@ -17,7 +17,7 @@ from shufl.protocol.validation import ConfigError
 from shufl.results.engine_interface import engine_of
 from shufl.results.experiment import prepare
 from shufl.simulator.engines.report_sum import ReportSum
-from task_world import PARTS, SEED, SETTINGS, SIZES, TASKS, USERS, houses
+from task_world import PARTS, SEED, SETTINGS, SIZES, TASKS, USERS, Normed, houses
 
 
 def experiment_of(task, *changes):
@@ -32,8 +32,15 @@ def experiment_of(task, *changes):
     ("task", "algorithm"),
     [
         ("own", "fedsgd"),
-        ("next-token", "fedavg"),
-        *by_night(("regression", "fedsgd"), ("next-token", "fedsgd")),
+        ("logits", "fedavg"),
+        ("frozen-norm", "fedsgd"),
+        *by_night(
+            ("next-token", "fedavg"),
+            ("logits", "fedsgd"),
+            ("frozen-norm", "fedavg"),
+            ("regression", "fedsgd"),
+            ("next-token", "fedsgd"),
+        ),
     ],
 )
 def test_reports_of_unequal_users_are_those_of_one_after_another(task, algorithm, chunk):
@@ -45,7 +52,7 @@ def test_reports_of_unequal_users_are_those_of_one_after_another(task, algorithm
     experiment = experiment_of(task, *changes)
     engine = engine_of("vectorised")(experiment)
     assert experiment.plan.users == USERS and experiment.partition.most_records == SIZES.max()
-    if algorithm == "fedsgd":
+    if algorithm == "fedsgd" and task != "frozen-norm":
         assert engine.gradients == "book-keeping"
     records, model = experiment.load_users(), experiment.make_model().train()
     mechanism, users = experiment.plan.mechanism, np.arange(USERS)
@@ -101,6 +108,13 @@ def test_tokens_are_measured_without_padding():
         for s, t in zip(scores, labels, strict=True)
     ]
     np.testing.assert_allclose(NEXT_TOKEN.loss(scores, labels).numpy(), each, rtol=1e-5)
+
+
+def test_logits_of_many_batches_are_measured():
+    """Whatever else the model gives."""
+    model, records = Normed((3,), 2), torch.randn(2500, 3)
+    labels = model.eval()(records)["logits"].argmax(1)
+    assert evaluate(model, records, labels, CLASSIFICATION.measure)["accuracy"] == 1.0
 
 
 def mean_of_all(outputs, labels):
