@@ -20,8 +20,8 @@ MOST_LINES = {
     "results": 1245,
     "server": 1115,
     "shuffler": 3210,
-    "simulator": 2800,
-    "src": 1800,
+    "simulator": 2810,
+    "src": 1807,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})
