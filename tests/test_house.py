@@ -15,13 +15,13 @@ MOST_LINES = {
     "accounting": 3895,
     "clients": 1190,
     "deploy": 1945,
-    "learning": 2865,
+    "learning": 3049,
     "protocol": 1160,
     "results": 1245,
     "server": 1115,
     "shuffler": 3210,
-    "simulator": 2810,
-    "src": 1807,
+    "simulator": 2825,
+    "src": 1815,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})
