@@ -230,10 +230,6 @@ def _from_file(path: Path, columns: RecordFile, users: int) -> UserRecords:
     features, labels, owners = columns.records_in(path)
     if (there := int(owners.max()) + 1) != users:
         raise ConfigError(f"users must be {there}, those of {path.name}, got {users}")
-    if columns.mean is not None:
-        features = features.float().sub_(torch.tensor(columns.mean))
-        features = features.div_(torch.tensor(columns.std))
-
     order = owners.argsort(stable=True)
     rows = order.split(owners.bincount().tolist())
 

@@ -8,18 +8,22 @@ made one by one, since a shuffler's release tells only how many reports each cat
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shufl.accounting import ACCOUNTANTS, OpenPlan, PrivacyPlan, calibrate, unused_note
-from shufl.learning.data.files import no_column
+from shufl.learning.data.files import COMMAS, CsvForm, is_parquet, no_column, read_table
 from shufl.learning.data.person_ids import looks, number_users, spelt
 from shufl.protocol import RandomisedResponse
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.plan_fields import AccountantName
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _CONFIDENT = 1.959964  # half the width of a 95 % interval, in standard errors
 
@@ -168,11 +172,12 @@ def count_column(
     other: bool,
     user_column: str | None = None,
     seed: int | None = None,
+    form: CsvForm = COMMAS,
 ) -> Column:
-    """Counts the users of a CSV file who report each category.
+    """Counts the users of a CSV or Parquet file who report each category.
 
-    The first line names the columns, and every other line is a row: a quote must end in its line,
-    since one that is left open would turn many users into a single value.
+    In CSV the first line names the columns, and every other line is a row: a quote must end in its
+    line, since one that is left open would turn many users into a single value.
 
     Args:
         path: of the file.
@@ -182,44 +187,24 @@ def count_column(
         user_column: the name of the column with users' ids. One row of each user counts, drawn at
             random. Default: each row is another user's.
         seed: of the draw. Default: the operating system's entropy.
+        form: of a CSV file: its separator and encoding.
 
     Raises:
         ValueError: a line is not a row, a column is missing, a value is no category, or there are
             no rows. An error quotes only what looks like a category or like another user's id.
     """
-    names: list[str] = []
-    values: list[str] = []
-    users: list[str] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                text = line.decode("utf-8" if names else "utf-8-sig")
-                (row,) = csv.reader([text], strict=True)
-                if not (row or names):
-                    raise csv.Error("it is blank")
-                if names and len(row) != len(names):
-                    raise csv.Error(f"it has {len(row)} fields, line 1 has {len(names)}")
-            except (csv.Error, UnicodeDecodeError) as error:
-                why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-                raise ValueError(
-                    f"{path} must be CSV in UTF-8, a row a line, with no quote left open: "
-                    f"line {number}: {why}"
-                ) from None
-            if not names:
-                names, place = row, _place("--column", column, row)
-                of_user = None if user_column is None else _place("--user-column", user_column, row)
-                if of_user == place:
-                    raise ValueError(f"--user-column must be another than --column, got {column}")
-            else:
-                values.append(row[place])
-                if of_user is not None:
-                    users.append(row[of_user])
-    if not values:
+    if is_parquet(path):
+        table, row_at, first = read_table(path), "record", 1
+    else:
+        table, row_at, first = _table(path, form), "line", 2
+    if not len(table):
         raise ValueError(f"{path} has no rows")
+    place = _place("--column", column, table.column_names)
+    values = ["" if cell is None else str(cell) for cell in table.column(place).to_pylist()]
     named = dict.fromkeys(categories[:-1] if other else categories)
     seen = {looks(category): category for category in named}
     for value in (value for value in dict.fromkeys(values) if value not in named):
-        where = f"{path}, line {values.index(value) + 2}: column {column!r} has"
+        where = f"{path}, {row_at} {values.index(value) + first}: column {column!r} has"
         if (meant := seen.get(looks(value))) is not None:
             raise ValueError(
                 f"{where} {spelt(value)}, which looks like the category {spelt(meant)} and is "
@@ -232,7 +217,11 @@ def count_column(
     held = np.array([places.get(value, len(categories) - 1) for value in values])
     owners = np.arange(len(values))
     if user_column is not None:
-        owners = number_users(users, f"{path}: column {user_column!r}", "line", 2)
+        of_user = _place("--user-column", user_column, table.column_names)
+        if of_user == place:
+            raise ValueError(f"--user-column must be another than --column, got {column}")
+        users = table.column(of_user).to_pylist()
+        owners = number_users(users, f"{path}: column {user_column!r}", row_at, first)
     sizes = np.bincount(owners)
     draws = make_randomness(seed).training_seeds(0, np.arange(len(sizes)))
     of_own = (draws % sizes.astype(np.uint64)).astype(np.int64)  # uniform, to some 2^-64 sizes
@@ -240,6 +229,38 @@ def count_column(
     k = len(categories)
     shares = np.bincount(held, 1.0 / sizes[owners], k) / len(sizes)
     return Column(np.bincount(held[chosen], minlength=k), shares, len(values))
+
+
+def _table(path: Path, form: CsvForm) -> pyarrow.Table:
+    """The columns of a CSV file, all as text; refuses a line that is not a row."""
+    import pyarrow
+
+    rows: list[list[str]] = []
+    encoding = form.encoding.upper()
+    refusal = f"{path} must be CSV in {encoding}, a row a line, with no quote left open: line"
+    content = path.read_bytes()
+    try:
+        text = content.decode(form.encoding).removeprefix("\ufeff")
+    except LookupError:
+        raise ValueError(f"--encoding must be one that Python knows, got {form.encoding}") from None
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{refusal} {number}: it is not {encoding}; see --encoding") from None
+    for number, line in enumerate(io.StringIO(text), 1):
+        try:
+            (row,) = csv.reader([line], strict=True, delimiter=form.separator)
+            if not (row or rows):
+                raise csv.Error("it is blank")
+            if rows and len(row) != len(rows[0]):
+                raise csv.Error(f"it has {len(row)} fields, line 1 has {len(rows[0])}")
+        except csv.Error as error:
+            raise ValueError(f"{refusal} {number}: {error}") from None
+        rows.append(row)
+    names, *rows = rows or [[]]
+    columns = [[row[place] for row in rows] for place in range(len(names))]
+    return pyarrow.Table.from_arrays(
+        [pyarrow.array(each, pyarrow.string()) for each in columns], names
+    )
 
 
 def _place(option: str, column: str, names: list[str]) -> int:

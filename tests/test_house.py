@@ -14,10 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3806,
     "clients": 1187,
-    "deploy": 1880,
-    "learning": 3008,
+    "deploy": 1877,
+    "learning": 3193,
     "protocol": 1182,
     "results": 1254,
+    "server": 1112,
+    "shuffler": 3030,
+    "simulator": 2848,
+    "src": 1768,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

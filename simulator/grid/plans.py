@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shufl.accounting import CalibrationError, OpenPlan, fitted, mean_update_error, unused_note
-from shufl.learning.config import dumps, load
+from shufl.learning.config import dumps, load, read_named
 from shufl.shuffler import message_length, usual_sealing
 
 RATES = (1.0, 0.3, 0.1)
@@ -158,9 +158,9 @@ class Setting:
 
     def configuration(self, row: dict[str, Any]) -> str:
         """The configuration of a plan that `find_plans` found, as TOML."""
-        data = {"data.dataset": self.dataset, "data.users": row["users"]}
-        found = {"privacy": row["privacy"], "training.learning_rate": row["learning_rate"]}
-        return dumps(load(self.config, {"name": f"{self.dataset}-plan"} | data | found))
+        about = {"name": f"{self.dataset}-plan", "data.dataset": self.dataset}
+        rate = {"training.learning_rate": row["learning_rate"]}
+        return with_plan(self.config, row, **about, **rate)
 
     def accuracy(self, run_error: float) -> float | None:
         """The expected accuracy, along lines in the logarithm of the error.
@@ -171,6 +171,33 @@ class Setting:
         if run_error > errors[-1]:
             return None
         return float(np.interp(math.log(run_error), np.log(errors), accuracies))
+
+
+def with_plan(source: str, row: dict[str, Any], **changes: Any) -> str:
+    """A configuration with the plan of a row of `find_plans`, as TOML."""
+    found = {"privacy": row["privacy"], "data.users": row["users"]}
+    return dumps(load(source, found | changes))
+
+
+def measured(source: str, users: int | None) -> dict[str, Any]:
+    """What a plan takes from a configuration of yours: n, the clip norm, and d, the model's size.
+
+    Its section `[privacy]` may be missing.
+
+    Args:
+        source: as for `load`.
+        users: n. Default: as many as the configuration says.
+
+    Raises:
+        ConfigError: as for `prepare`.
+    """
+    from shufl.results.experiment import prepare  # which needs torch
+
+    clip_norm = read_named(source).get("privacy", {}).get("clip_norm", 1.0)
+    plan = {"clip_norm": clip_norm, "check_in_rate": 1.0, "rounds": 1, "noise_multiplier": 1.0}
+    changes = {"privacy": plan | {"target_epsilon": 1e9}, "data.users": users or ""}
+    found = prepare(load(source, changes))
+    return {"users": found.plan.users, "clip_norm": clip_norm, "dimension": found.parameters}
 
 
 _REACHED = (

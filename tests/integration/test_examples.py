@@ -13,6 +13,9 @@ from nights import by_night
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+DOCS = EXAMPLES.parent / "docs"
+
+
 def printed_by(name, folder, *arguments):
     """What an example prints that is started in its folder."""
     shutil.copy(EXAMPLES / f"{name}.py", folder)
@@ -31,6 +34,17 @@ def test_an_example_learns_and_keeps_its_budget(name, score, least, most, tmp_pa
     printed = printed_by(name, tmp_path)
     told = re.search(rf"^{score} (0\.\d+), ε = (\d[\d.]*)", printed, re.MULTILINE)
     assert told and least < float(told[1]) < most and float(told[2]) <= 4.0
+
+
+@pytest.mark.slow
+def test_each_refusal_of_a_spreadsheet_is_on_its_page_with_its_answer(tmp_path):
+    printed = printed_by("spreadsheet", tmp_path).replace(f"{tmp_path}/", "…/")
+    refused = re.findall(r"^refused: (.*)\nanswer:  \{'(\w+)'", printed, re.MULTILINE)
+    page = (DOCS / "spreadsheet.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^refused: (.*?)^(\w+) = ", page, re.MULTILINE | re.DOTALL)
+    assert refused == [(" ".join(said.split()), key) for said, key in shown]
+    told = re.search(r"^accuracy (0\.\d+), ε = (\d[\d.]*)$", printed, re.MULTILINE)
+    assert len(refused) == 10 and float(told[1]) > 0.75 and float(told[2]) <= 4.0
 
 
 @pytest.mark.slow

@@ -292,3 +292,43 @@ def test_a_plan_of_those_compared_that_does_not_use_up_its_target_is_told_in_one
     few = "-n 2000 --delta 1e-5 --dimension 10 --device-megabytes 0.0012"
     (line,) = shufl(f"{few} --target-epsilon 990").stderr.splitlines()
     assert line.startswith(f"warning: 100 rounds at γ = 0.1: {UNUSED}")
+
+
+DRAFT = """
+name = "wards"
+model.name = "logistic-regression"
+training.learning_rate = 0.3
+[data.dataset]
+file = "visits.csv"
+user = "patient"
+label = "ill"
+categories = { ill = ["no", "yes"], ward = ["A", "B"] }
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("section", "clip_norm"), [("", 1.0), ("[privacy]\nclip_norm = 0.5", 0.5)])
+def test_a_configuration_of_ones_own_gets_the_plan_and_stays_as_it_is(tmp_path, section, clip_norm):
+    rows = [f"p{n},{n},{'AB'[n % 2]},{'yes' if n % 3 else 'no'}" for n in range(50)]
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,ill", *rows]))
+    draft, path = tmp_path / "draft.toml", tmp_path / "made" / "plan.toml"
+    path.parent.mkdir()
+    draft.write_text(DRAFT + section)
+    plan = "--target-epsilon 9 --delta 1e-4 --accountant local --check-in-rate 1 --rounds 5"
+    found = shufl(f"--config {draft} {plan} --json --write {path}")
+    assert found.exit_code == 0, found.stderr
+    (row,) = json.loads(found.stdout)["plans"]
+    assert (row["users"], row["dimension"]) == (40, 2 * (3 + 1))  # ten are for testing
+    config = load(str(path))
+    assert config.privacy.model_dump(exclude_none=True) == row["privacy"]
+    assert config.privacy.clip_norm == clip_norm and config.data.users == 40
+    assert config.training.learning_rate == 0.3
+    assert config.data.dataset.file == str(tmp_path / "visits.csv")
+    for wrong, said in (
+        ("--users 41", "data.users must lie in [1, 40]"),
+        (f"--write {path}", "--write must be a new file"),
+        ("--dimension 8", "give either --dataset or --dimension, the model's parameters, or --con"),
+    ):
+        refused = shufl(f"--config {draft} {plan} {wrong}")
+        assert refused.exit_code == 2 and said in refused.stderr
+        assert refused.stderr.count("\n") == 1

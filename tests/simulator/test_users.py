@@ -221,7 +221,7 @@ def records(path, lines="", names="patient,age,ill"):
 @pytest.mark.parametrize("missing", ["NA", "nan", "null", "None", "", '""', "N/A", " "])
 def test_an_id_that_a_reader_takes_for_a_missing_value_is_refused(tmp_path, missing):
     file = records(tmp_path / "f.csv", f"{missing},1,1\n")
-    said = "f.csv: column patient must say whose .* got no id at 1 of 7 records, first at record 7"
+    said = "f.csv: column patient must say whose .* got no id at 1 of 7 lines, first at line 8"
     with pytest.raises(ConfigError, match=said):
         file.load()
     with pytest.raises(ConfigError, match=said):
@@ -257,18 +257,19 @@ SECRET = "Mrs Smith"
 @pytest.mark.parametrize(
     ("lines", "names", "said"),
     [
-        (f"{SECRET}\n", None, "record 7 has 1 fields, line 1 has 3"),
+        (f"{SECRET}\n", None, "line 8 has 1 fields, line 1 has 3"),
         (f"\n\n1,2,3,{SECRET}\n", None, "record 7 has 4 fields"),
         (f'"{SECRET},1,2\n', None, "record 7 has 1 fields"),
         (f"p,{SECRET},1\n", None,
-         "column age must be .* no number is at 1 of 7 records, first at "),
+         "column age must be .* at 1 of 7 lines, first at line 8"),
         (f"p,1,{SECRET}\n", None,
-         "column ill must be .* no number is at 1 of 7 records, first at "),
+         "column ill must be .* at 1 of 7 lines, first at line 8"),
         ("p,1,4711\n", None,
-         "from 0 to 1, got others at 1|in 0 to 1, got others at 1 of 1 records"),
+         "column ill must be from 0 to 1, got others at 1 of 7 lines, first at line 8"),
         ("p,99999999,1\n", None,
          "column age must be whole numbers of at most .* first at record 7"),
-        (f"{SECRET}\xe9,1,1\n", None, "empty, damaged, of another kind, or not in UTF-8"),
+        (f"{SECRET}\xe9,1,1\n", None,
+         "it is not in UTF-8 at 1 of 8 lines, first at line 8: encoding = "),
         ("", f"{SECRET},40,1", "line 1 must name a column patient, got 3 other columns$"),
         ("", f"patient,{SECRET},1", "line 1 must name a column ill, got 3 other columns$"),
         ("", f"{SECRET},{SECRET},1", "line 1 must name a column patient, got 3 other columns$"),

@@ -35,9 +35,13 @@ def calibrate_command(
         str | None,
         typer.Option(help="Predict the accuracy on it, and take its model's size: mnist, …"),
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="A configuration of your own: take its users, and its model's size."),
+    ] = None,
     dimension: Annotated[
         int | None,
-        typer.Option(min=1, help="Parameters d of the model, where no dataset is named."),
+        typer.Option(min=1, help="Parameters d of the model, where none of these is named."),
     ] = None,
     device_megabytes: Annotated[
         float | None,
@@ -45,7 +49,9 @@ def calibrate_command(
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(help="With --dataset: write the first plan's configuration to this file."),
+        typer.Option(
+            help="With --dataset or --config: write it, with the first plan, to this file."
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -57,19 +63,25 @@ def calibrate_command(
     """
     from shufl.accounting.search import say_search
     from shufl.shuffler import most_parameters, usual_sealing
-    from shufl.simulator.grid.plans import SETTINGS, candidates, find_plans
+    from shufl.simulator.grid.plans import SETTINGS, candidates, find_plans, measured, with_plan
 
     with options.failing(ValueError, OSError):
-        asked = _asked(given, accountant)
         if dataset is not None:
             choice("--dataset", dataset, tuple(SETTINGS))
-            if dimension is not None:
-                raise ValueError("give either --dataset or --dimension, the model's parameters")
-        setting = None if dataset is None else SETTINGS[dataset]
+        if [dataset, config, dimension].count(None) < 2:
+            raise ValueError(
+                "give either --dataset or --dimension, the model's parameters, or --config"
+            )
         if write is not None:
-            if setting is None:
-                raise ValueError("--write needs --dataset")
+            if dataset is config is None:
+                raise ValueError("--write needs --dataset or --config")
             options.check_file("--write", write, new=True)
+        if config is not None:
+            given = given | measured(config, given.get("users"))
+            dimension = given.pop("dimension")
+        setting = None if dataset is None else SETTINGS[dataset]
+        asked = _asked(given, accountant)
+        if write is not None and setting is not None:
             from shufl.learning.data.partition import check_enough  # which needs torch
 
             check_enough(setting.records, asked.users, "iid")  # else the file could not be run
@@ -79,7 +91,8 @@ def calibrate_command(
         tried = candidates(asked, size, device_megabytes)
         say_search(asked)
         rows = find_plans(tried, size, setting)
-        text = "" if setting is None else setting.configuration(rows[0])
+        text = "" if config is None else with_plan(config, rows[0])
+        text = text if setting is None else setting.configuration(rows[0])
     first = rows[0]["privacy"]
     options.warn_of_delta(first["check_in_rate"], first["rounds"], first["delta"])
     if note := next((row["unused"] for row in rows if row["unused"]), None):

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from shufl.cli import options
+from shufl.learning.data.files import CsvForm
 from shufl.learning.data.person_ids import spaced
 from shufl.protocol.console import Console
 from shufl.protocol.outcomes import RoundOutcome
@@ -37,7 +38,9 @@ def histogram_command(
     given: dict[str, Any],
     source: Annotated[
         Path,
-        typer.Argument(help="A CSV file, or the folder of a run of mechanism randomised-response."),
+        typer.Argument(
+            help="A CSV or Parquet file, or the folder of a run of mechanism randomised-response."
+        ),
     ],
     column: Annotated[str | None, typer.Option(help="The column of the file.")] = None,
     user_column: Annotated[
@@ -50,10 +53,12 @@ def histogram_command(
     categories: Annotated[
         str | None,
         typer.Option(
-            help="All categories: A,B,C, or a text file, one a line. They are public. "
+            help='All categories: A,B,"C, D", or a text file, one a line. They are public. '
             'The empty value is written "".'
         ),
     ] = None,
+    separator: Annotated[str, typer.Option(help="What separates the cells of a CSV file.")] = ",",
+    encoding: Annotated[str, typer.Option(help="Of a CSV file: utf-8, cp1252, …")] = "utf-8",
     other: Annotated[
         bool, typer.Option("--other", help=f"One more category, {_OTHER}, for any other value.")
     ] = False,
@@ -93,8 +98,11 @@ def histogram_command(
             names = _needed("--categories", _categories(categories, other))
             counted = _needed("--column", column)
             _needed("--target-epsilon", given.get("target_epsilon"))
+            if len(separator := separator.replace("\\t", "\t")) != 1:
+                raise ValueError(f"--separator must be one character, got {separator!r}")
+            form = CsvForm(separator, encoding)
             counts, true, rows_there = count_column(
-                source, counted, names, other=other, user_column=user_column, seed=seed
+                source, counted, names, other, user_column, seed, form
             )
             users = int(counts.sum())
             by = f"each of {spaced(rows_there)} rows is taken for one person"
@@ -149,7 +157,7 @@ def _categories(text: str | None, other: bool) -> list[str] | None:
     if os.path.isfile(text):  # noqa: PTH113 (Path.is_file fails for a list longer than a name)
         given = [line for line in options.read_text(Path(text)).splitlines() if line.strip()]
     else:
-        given = text.split(",")
+        (given,) = csv.reader([text], skipinitialspace=True)
     names = ["" if name.strip() == _EMPTY else name.strip() for name in given] + [_OTHER] * other
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     if count > 1:
