@@ -15,12 +15,12 @@ MOST_LINES = {
     "accounting": 3895,
     "clients": 1190,
     "deploy": 1945,
-    "learning": 2865,
+    "learning": 2875,
     "protocol": 1160,
-    "results": 1245,
+    "results": 1350,
     "server": 1115,
     "shuffler": 3210,
-    "simulator": 2800,
+    "simulator": 2840,
     "src": 1800,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""

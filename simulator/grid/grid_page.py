@@ -16,6 +16,7 @@ from shufl.accounting import ACCOUNTANTS
 from shufl.learning.config import dumps
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import first_mistake
+from shufl.results.plain_words import stated
 from shufl.results.plots import draw
 from shufl.results.run_page import Part, Table, image, origin, render, what_trained
 from shufl.results.tables import epsilon_text, for_every_pair, score_axis, score_text
@@ -60,9 +61,12 @@ def page_of_grid(folder: Path) -> str:
     results = finished(points, folder)
     plot = image(plot_results, grid, [result for _, result in results]) if results else ""
     sections = _sections(grid, points, results, stored["failed"], plot)
-    if results:
-        sections.append(_configurations(grid, results))
-    return render("page.html", grid.title, folder.resolve().name, sections)
+    sections[0] |= {"title": "The runs in numbers", "page": True}
+    if not results:
+        return render("page.html", grid.title, folder.resolve().name, sections)
+    sections.append(_configurations(grid, results))
+    plain = _plain_words(grid, points[0], [result for _, result in results])
+    return render("page.html", grid.title, folder.resolve().name, sections, plain)
 
 
 def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
@@ -166,6 +170,50 @@ def _sections(
         if lines:
             sections.append({"title": title, "lines": lines})
     return sections
+
+
+def _plain_words(grid: Grid, first: Point, results: list[Result]) -> dict[str, Any]:
+    """What the first page of a grid says; it explains the largest ε for every pair."""
+    config = first.config.model_dump(exclude_none=True)
+    trained, name = what_trained(config), results[0]["score_name"]
+    ours = [result for result in results if result["accountant"] in ACCOUNTANTS]
+    halting = {each["accountant"] for each in ours}
+    special = sorted(by for by in halting if ACCOUNTANTS[by].holds_for != "every pair")
+    said: dict[str, Any] = config.get("about", {})
+    if least := [(*_first_epsilons([each])[1], each) for each in ours]:
+        epsilon, _, most = max(least, key=lambda each: each[0])
+        by = for_every_pair(most["epsilon"]) or "local"
+        said = stated(config, by, epsilon, most["delta"], most["adjacency"])
+        ends = dict.fromkeys(end(least, key=lambda each: each[0])[1] for end in (min, max))
+        said["claims"] = [("ε for every person", " to ".join(ends))]
+    constant = [each["constant"] for each in results if each["constant"] is not None]
+    return said | {
+        "runs": len(results), "model": trained["model"], "data": trained["data"], "seeded": True,
+        "special": [{"name": by} for by in special], "least_present": "all",
+        "score": f"test {name}", "scores": list(_scores(grid, results)),
+        "constant": _between(name, constant) if constant else "",
+    }  # fmt: skip
+
+
+_WITHOUT = {
+    "plain": "without privacy", "plain-users": "without privacy",
+    "central": "a server that everybody trusts", "central-users": "a server that everybody trusts",
+}  # fmt: skip
+
+
+def _scores(grid: Grid, results: list[Result]) -> Iterator[tuple[str, str]]:
+    """The range of each series' mean scores."""
+    for series in grid.series:
+        made = [_made(grid, results, series, value) for value in grid.values]
+        means = [statistics.fmean(each["score"] for each in runs) for runs in made if runs]
+        if means:
+            label = ", ".join(filter(None, (series.name, _WITHOUT.get(series.trainer))))
+            yield label, _between(results[0]["score_name"], means)
+
+
+def _between(name: str, scores: list[float]) -> str:
+    """The least and the largest of some scores."""
+    return " to ".join(dict.fromkeys(score_text(name, end(scores)) for end in (min, max)))
 
 
 def _configurations(grid: Grid, finished: list[tuple[Point, Result]]) -> Part:

@@ -33,7 +33,7 @@ def write_rows(results: Sequence[tuple[Point, dict[str, Any]]], path: Path) -> N
             _VERSIONS: " ".join(f"{key}={value}" for key, value in result["versions"].items()),
             **{f"{_EPSILON}{name}": value for name, value in result["epsilon"].items()},
             "trainer": point.trainer,
-            **flat(point.config.model_dump(exclude={"seed"})),
+            **flat(point.config.model_dump(exclude={"seed", "about"})),
         }
         for point, result in results
     ]

@@ -103,6 +103,25 @@ def test_tokens_are_measured_without_padding():
     np.testing.assert_allclose(NEXT_TOKEN.loss(scores, labels).numpy(), each, rtol=1e-5)
 
 
+def test_the_constant_score_is_that_of_the_best_answer_that_is_always_the_same():
+    """It is compared with the metrics of every constant answer, or of a grid of them."""
+    labels = torch.tensor([2, 0, 2, 1, 2, 1])
+    answers = [functional.one_hot(torch.full((6,), each), 3).double() for each in range(3)]
+    best = max(CLASSIFICATION.metrics(each, labels)["accuracy"] for each in answers)
+    assert CLASSIFICATION.constant(labels) == best == 0.5
+    labels = torch.tensor([[0, 2, PADDING], [2, 2, 1]])
+    answers = [functional.one_hot(torch.full((2, 3), each), 3).double() for each in range(3)]
+    best = max(NEXT_TOKEN.metrics(each, labels)["accuracy"] for each in answers)
+    assert NEXT_TOKEN.constant(labels) == pytest.approx(best) == pytest.approx(0.6)
+    numbers = torch.arange(0, 10, 0.125)
+    for labels, answers in (
+        (torch.tensor([1.0, 2.0, 6.0]), numbers),
+        (torch.tensor([[1.0, 0.0], [2.0, 9.0]]), torch.cartesian_prod(numbers, numbers)),
+    ):
+        errors = (REGRESSION.metrics(each.expand(labels.shape), labels) for each in answers)
+        assert REGRESSION.constant(labels) == pytest.approx(min(each["rmse"] for each in errors))
+
+
 def mean_of_all(outputs, labels):
     return functional.mse_loss(outputs, labels)
 
@@ -126,6 +145,7 @@ def raises(outputs, labels):
 NO_SCORE = shufl.Task(of_each, no_errors, "mae")
 TAKEN = shufl.Task(of_each, lambda outputs, labels: {"error": 1.0, "score": 2.0}, "error")
 RAISES = shufl.Task(of_each, raises, "error")
+NO_CONSTANT = shufl.Task(of_each, no_errors, "error", constant=lambda labels: labels.nothing)
 MEAN_OF_ALL = shufl.Task(mean_of_all, no_errors, "error")
 LESS_THE_MEAN = shufl.Task(less_the_mean, no_errors, "error")
 NOT_A_TASK = {"loss": mean_of_all}
@@ -143,6 +163,7 @@ NOT_A_TASK = {"loss": mean_of_all}
         ("houses", f"{__name__}:NO_SCORE", "must have its score, mae, among its metrics"),
         ("houses", f"{__name__}:TAKEN", "must name its metric score otherwise"),
         ("houses", f"{__name__}:RAISES", "model on test records: ValueError (test_tasks.py"),
+        ("houses", f"{__name__}:NO_CONSTANT", "test records: AttributeError (test_tasks.py"),
         ("houses", "next-token", "must have classes"),
         ("sentences", "regression", "must have no classes, got 7, for data.task regression"),
         ("sentences", "classification", "must have one train label for each"),
