@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan
+from shufl.protocol.events import Summed
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.results.tables import epsilon_text, for_every_pair, score_text
 
@@ -74,12 +75,13 @@ def stated(
     settings: dict[str, Any], accountant: str, epsilon: float, delta: float, adjacency: str
 ) -> dict[str, Any]:
     """What runs and grids state alike, of an ε that holds for every pair."""
-    return settings.get("about", {}) | {
+    about: dict[str, Any] = settings.get("about", {})
+    return about | {
         "seeded": settings["seed"] != "system",
         "safe": _claim(accountant, epsilon, delta),
         "trust": ACCOUNTANTS[accountant],
-        "sums": settings["privacy"].get("mixing") == "sum",
-        "delta": f"1 in {math.floor(1 / delta):,}",
+        "sums": ACCOUNTANTS[accountant].round_kinds == (Summed,),
+        "delta": f"1 in {float(rounded_down(1 / delta, 6)):,.0f}",
         "zero_out": adjacency == "zero-out",
     }
 

@@ -17,10 +17,10 @@ MOST_LINES = {
     "deploy": 1945,
     "learning": 2875,
     "protocol": 1160,
-    "results": 1350,
+    "results": 1347,
     "server": 1115,
     "shuffler": 3210,
-    "simulator": 2840,
+    "simulator": 2845,
     "src": 1800,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""

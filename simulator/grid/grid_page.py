@@ -61,9 +61,9 @@ def page_of_grid(folder: Path) -> str:
     results = finished(points, folder)
     plot = image(plot_results, grid, [result for _, result in results]) if results else ""
     sections = _sections(grid, points, results, stored["failed"], plot)
-    sections[0] |= {"title": "The runs in numbers", "page": True}
     if not results:
         return render("page.html", grid.title, folder.resolve().name, sections)
+    sections[0] |= {"title": "The runs in numbers", "page": True}
     sections.append(_configurations(grid, results))
     plain = _plain_words(grid, points[0], [result for _, result in results])
     return render("page.html", grid.title, folder.resolve().name, sections, plain)
@@ -176,20 +176,22 @@ def _plain_words(grid: Grid, first: Point, results: list[Result]) -> dict[str, A
     """What the first page of a grid says; it explains the largest ε for every pair."""
     config = first.config.model_dump(exclude_none=True)
     trained, name = what_trained(config), results[0]["score_name"]
-    ours = [result for result in results if result["accountant"] in ACCOUNTANTS]
-    halting = {each["accountant"] for each in ours}
-    special = sorted(by for by in halting if ACCOUNTANTS[by].holds_for != "every pair")
+    ours = [each for each in results if each["accountant"] in ACCOUNTANTS and each["delta"]]
+    halting = sorted({each["accountant"] for each in ours})
+    pairs = enumerate(_first_epsilons([result])[1] for result in ours)
+    told = sorted((math.inf if given is None else given, text, at) for at, (given, text) in pairs)
     said: dict[str, Any] = config.get("about", {})
-    if least := [(*_first_epsilons([each])[1], each) for each in ours]:
-        epsilon, _, most = max(least, key=lambda each: each[0])
-        by = for_every_pair(most["epsilon"]) or "local"
-        said = stated(config, by, epsilon, most["delta"], most["adjacency"])
-        ends = dict.fromkeys(end(least, key=lambda each: each[0])[1] for end in (min, max))
-        said["claims"] = [("ε for every person", " to ".join(ends))]
+    if told:
+        epsilon, largest, at = told[-1]
+        by = for_every_pair(ours[at]["epsilon"]) or "local"
+        said = stated(config, by, epsilon, ours[at]["delta"], ours[at]["adjacency"])
+        claim = " to ".join(dict.fromkeys((told[0][1], largest)))
+        said["claims"] = [("ε for every person", claim)]
+    special = [{"name": by} for by in halting if ACCOUNTANTS[by].holds_for != "every pair"]
     constant = [each["constant"] for each in results if each["constant"] is not None]
     return said | {
         "runs": len(results), "model": trained["model"], "data": trained["data"], "seeded": True,
-        "special": [{"name": by} for by in special], "least_present": "all",
+        "special": special, "least_present": "all",
         "score": f"test {name}", "scores": list(_scores(grid, results)),
         "constant": _between(name, constant) if constant else "",
     }  # fmt: skip

@@ -179,30 +179,32 @@ def test_the_first_page_of_a_run_is_in_plain_words(run_folder):
 
 @pytest.mark.slow
 def test_the_first_page_names_whom_the_halting_accountant_trusts(run_folder, tmp_path):
-    """A plan of real machines whose ε holds for every pair; its summary is of an older version."""
+    """Before the first round, by plans whose ε holds for every pair."""
     folder = shutil.copytree(run_folder, tmp_path / "run")
     (folder / "ledger.jsonl").unlink()
-    summary = json.loads((folder / "summary.json").read_bytes())
-    for key in ("records", "test_records", "constant"):
-        del summary[key]
     for name in ("metrics.jsonl", "checkpoint.pt", "summary.json"):
         (folder / name).unlink()
     shutil.rmtree(folder / "tensorboard")
-    plan = json.loads((folder / "plan.json").read_bytes()) | {"adjacency": "zero-out"}
+    plan = json.loads((folder / "plan.json").read_bytes())
+    plan |= {"adjacency": "zero-out", "delta": 1e-5}
+    sums = {"mixing": "sum", "central_noise": 9.0, "shuffler_blankets": 0.0}
     window = {"work_until": 1.0, "send_after": 2.0, "send_spread": 0.0, "grace": 1.0}
     window |= {"answer_every": 0.5, "query_every": 1.0, "most_records": 9}
-    for halting, trusted, machines in (
-        ("local", "device: it adds the noise before anything leaves it. What is not", None),
-        ("crowd", "The devices of 200 people: each adds its own noise", None),
-        ("blanket", "the records of one person at most end its work. What is not", window),
+    for halting, trusted, changed in (
+        ("local", "device: it adds the noise before anything leaves it. What is not", {}),
+        ("crowd", "The devices of 200 people: each adds its own noise", {}),
+        ("blanket", "records of one person at most end its work. What is not", {"window": window}),
+        ("sum-central", "The shuffler or the server: at least one of them adds its noise", sums),
+        ("sum-distributed", "in every round. The operators of shuffler and server", sums),
     ):
-        changed = plan | {"accountant": halting, "window": machines, "cover": True}
+        changed = plan | {"accountant": halting, "cover": True} | changed
         (folder / "plan.json").write_text(json.dumps(changed))
         text = first_page(folder)
         assert f"honest, for the ε of {halting}" in text and trusted in text
         assert "whether one person's records were used, or nothing in their place" in text
         assert "homogeneous" not in text and SAME_ANSWER not in text
-        assert ("simulated" in text) == (machines is None)
+        assert ("simulated" in text) == (changed["window"] is None)
+        assert "δ 1 in 100,000" in text
         assert "this model not evaluated yet" in text
 
 
@@ -222,8 +224,14 @@ def test_who_asks_and_what_for_may_be_changed_in_the_run_folder(run_folder, tmp_
 def test_the_page_of_an_older_run_says_what_is_unknown(run_folder, tmp_path):
     shutil.copytree(run_folder, tmp_path / "old")
     (tmp_path / "old/starts.jsonl").unlink()
+    summary = json.loads((tmp_path / "old/summary.json").read_bytes())
+    for key in ("records", "test_records", "constant"):
+        del summary[key]
+    (tmp_path / "old/summary.json").write_text(json.dumps(summary))
     text = check_alone(page_of(tmp_path / "old"))
     assert re.search(r"command\s*unknown\s*commit\s*unknown\s*date\s*unknown", text)
+    assert "data of 200 people, in 4 rounds" in re.sub(r"\s+", " ", text)
+    assert SAME_ANSWER not in text and "The records that the model" in re.sub(r"\s+", " ", text)
 
 
 def test_a_token_on_the_command_line_of_another_program_is_not_kept(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from shufl.protocol.mechanisms import SeededRandomness, clip
 from shufl.protocol.validation import ConfigError
 from shufl.results.engine_interface import engine_of
 from shufl.results.experiment import prepare
+from shufl.results.run_page import page_of_run
 from shufl.simulator.engines.report_sum import ReportSum
 from task_world import PARTS, SEED, SETTINGS, SIZES, TASKS, USERS, houses
 
@@ -197,3 +198,6 @@ def test_a_task_of_a_notebook_needs_no_name(tmp_path):
     assert (run.score_name, run.score) == ("error", 0.0)
     again = shufl.load_run(run.folder, dataset=given)
     assert again.score_name == "error" and again.metrics == run.metrics
+    first_page = page_of_run(run.folder).partition("The run in numbers")[0]
+    assert "trained on what a program gave" in first_page and "object:" not in first_page
+    assert "the best answer that is the same" not in first_page  # the task does not say which
