@@ -207,6 +207,13 @@ class Shuffler(Section):
     number: int = Field(default=1, ge=1, le=64, description="a whole number from 1 to 64")
 
 
+class About(Section):
+    """What a run is for, and whom to ask: the report says it, and no number depends on it."""
+
+    purpose: str | None = Field(None, description="text")
+    contact: str | None = Field(None, description="text")
+
+
 class Config(Section):
     """A whole run; `load` reads it, and `dumps` writes it back."""
 
@@ -225,6 +232,7 @@ class Config(Section):
     simulation: Simulation = Field(default_factory=Simulation)
     shuffler: Shuffler = Field(default_factory=Shuffler)
     window: Times | None = None
+    about: About | None = None
 
     @property
     def data_seed(self) -> int:

@@ -40,11 +40,14 @@ class Task:
         metrics: takes a model's outputs for all test records and their labels, and gives numbers by
             name.
         score: the metric that stands for the run.
+        constant: takes the labels of all test records, and gives the score of the best answer that
+            is the same for all of them, for reports. Default: reports leave it out.
     """
 
     loss: Loss
     metrics: Callable[[Any, torch.Tensor], dict[str, float]]
     score: str
+    constant: Callable[[torch.Tensor], float] | None = None
 
     def measure(self, outputs: Any, labels: torch.Tensor) -> dict[str, float]:
         """Measures a model.
@@ -170,9 +173,19 @@ def _tokens_told(outputs: Any, labels: torch.Tensor) -> dict[str, float]:
     return {"accuracy": float(right), "perplexity": float(loss.exp())}
 
 
-CLASSIFICATION = Task(cross_entropy, _accuracy, "accuracy")
-REGRESSION = Task(_squared_error, _errors, "rmse")
-NEXT_TOKEN = Task(_token_loss, _tokens_told, "accuracy")
+def _share_of_the_most_frequent(labels: torch.Tensor) -> float:
+    """The accuracy of always answering with the class or token that most places have."""
+    counted = labels[labels != PADDING]
+    return float(counted.bincount(minlength=1).max() / max(1, len(counted)))
+
+
+def _error_of_the_mean(labels: torch.Tensor) -> float:
+    return _errors(labels.double().mean(0).expand(labels.shape), labels)["rmse"]
+
+
+CLASSIFICATION = Task(cross_entropy, _accuracy, "accuracy", _share_of_the_most_frequent)
+REGRESSION = Task(_squared_error, _errors, "rmse", _error_of_the_mean)
+NEXT_TOKEN = Task(_token_loss, _tokens_told, "accuracy", _share_of_the_most_frequent)
 
 
 Measure = Callable[[Any, torch.Tensor], dict[str, float]]

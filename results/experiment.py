@@ -240,7 +240,7 @@ _NO_METRICS = {
     "reports", "rejected", "reasons", "silent_nodes", "score", "seconds", "doubt", "loss", "engine",
     "noise", "device", "precision", "gradients", "stopped_by", "delta", "adjacency", "users",
     "shuffler_blankets", "least_present", "fewest_users_present", "accountant", "versions",
-    "target_epsilon", "mixing", "central_noise", "users_by",
+    "target_epsilon", "mixing", "central_noise", "users_by", "records", "test_records", "constant",
 }  # fmt: skip
 """Names that a task's metrics must not have: metrics.jsonl and summaries use them."""
 
@@ -252,6 +252,8 @@ def _try_task(name: str, task: Task, make_model: ModelMaker, dataset: Dataset) -
     with your_code(failure, quote=()):
         found = evaluate(make_model(), features, labels, task.metrics)
         numbers = {str(metric): float(value) for metric, value in found.items()}
+        if task.constant is not None:
+            float(task.constant(labels))
     if task.score not in numbers:
         raise ConfigError(
             f"data.task {name} must have its score, {task.score}, among its metrics, got "

@@ -233,7 +233,7 @@ class Run:
         threads = max(1, int(config.simulation.cpus_per_node))
         alike = dict.fromkeys(_MAY_CHANGE) | {"cpus_per_node": threads}
         simulation = config.simulation.model_copy(update=alike)
-        numbers = dumps(config.model_copy(update={"simulation": simulation}))
+        numbers = dumps(config.model_copy(update={"simulation": simulation, "about": None}))
         configuration = hashlib.sha256(numbers.encode()).hexdigest()[:12]
         versions = {name: importlib.metadata.version(name) for name in ("shufl", "torch", "numpy")}
         origin = {"config.toml": configuration, "nodes": self.engine.nodes, **versions}

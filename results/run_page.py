@@ -19,6 +19,7 @@ from shufl.accounting import ACCOUNTANTS, PrivacyPlan, epsilon_table
 from shufl.learning.config import flat
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import read_toml
+from shufl.results.plain_words import name_of_data, plain_words
 from shufl.results.plots import plot_rounds, plot_score_epsilon
 from shufl.results.run_folder import check_ledger, read_run, read_starts, rounds_told
 from shufl.results.tables import (
@@ -42,8 +43,9 @@ Row = dict[str, Any]
 Part = dict[str, Any]
 """A part of a page, with any of these keys.
 
-`title`; `note`, a paragraph; `facts`, names and values; `plot`, the address of an image, and `alt`,
-what it shows; `table`; `lines` of a list; `files`, names and contents, which are folded.
+`title`; `page`, whether a print begins a new page; `note`, a paragraph; `facts`, names and values;
+`plot`, the address of an image, and `alt`, what it shows; `table`; `lines` of a list; `files`,
+names and contents, which are folded.
 """
 
 _WORDS = {
@@ -88,26 +90,37 @@ def page_of_run(folder: Path) -> str:
     epsilons = summary.get("epsilon") or epsilon_rows(
         epsilon_table(plan, spent, too_few_present(plan, rows, spent))
     )
-    facts = _facts(plan, read_toml(folder / "config.toml"), rows, epsilons, summary)
+    settings, scored = read_toml(folder / "config.toml"), _scored(rows, summary)
+    facts = _facts(plan, settings, scored, epsilons, summary)
     rounds = {"rounds spent": spent, **Counter(row["outcome"] for row in rows)}
     if without := spent - len(rows):
         rounds["spent, without a row"] = without
     note = AS_PLANNED if any("planned" in row for row in epsilons.values()) else ""
-    cells = epsilon_cells(epsilons, plan.accountant)
+    heads, *cells = epsilon_cells(epsilons)
+    halting = cells.pop(list(epsilons).index(plan.accountant))
+    versions = [f"{name} {version}" for name, version in summary.get("versions", {}).items()]
+    if summary:
+        versions.insert(0, f"engine {summary['engine']}")
+    numbers = [*facts, ("versions", ", ".join(versions)), *origin(read_starts(folder))]
     sections: list[Part] = [
-        {"facts": [*facts, *origin(read_starts(folder))]},
-        {"title": "What ε holds for", "note": note, "table": cells},
+        {"title": "The run in numbers", "page": True, "facts": numbers},
+        {"title": "The ε that ends the run", "note": note, "table": [heads, halting]},
+        {"title": "Other accountants", "note": _OTHERS, "table": [heads, *cells]},
         *_plots(plan, rows),
         {"title": "Ledger", "note": _SPENT, "facts": list(rounds.items())},
         {"title": "Plan", "facts": list(_in_words(json.loads(plan.to_json())))},
         {"title": "Configuration", "files": [("config.toml", config)]},
     ]
-    about = [f"{name} {version}" for name, version in summary.get("versions", {}).items()]
-    if summary:
-        about.insert(0, f"engine {summary['engine']}")
-    return render("page.html", folder.resolve().name, ", ".join(about), sections)
+    plain = plain_words(plan, settings, epsilons, summary, spent, scored)
+    return render("page.html", folder.resolve().name, _SUBTITLE, sections, plain)
 
 
+_OTHERS = (
+    "Each computes an ε of the same rounds on assumptions of its own, and ends no run. Of the two "
+    "sets of data that the homogeneous pair compares, one has the same record for every person. "
+    "Real data are not like that: an ε for this pair only promises nothing to real people."
+)
+_SUBTITLE = "Report of a training run with differential privacy: first in plain words, then in full"
 _SPENT = (
     "A round counts as spent from the moment before anybody is asked for a report, whatever "
     "becomes of it."
@@ -117,7 +130,7 @@ _SPENT = (
 def _facts(
     plan: PrivacyPlan,
     settings: dict[str, Any],
-    rows: list[Row],
+    scored: tuple[str, str],
     epsilons: dict[str, Row],
     summary: Row,
 ) -> Iterator[tuple[str, str]]:
@@ -126,12 +139,7 @@ def _facts(
     least = for_every_pair({name: row["epsilon"] for name, row in epsilons.items()})
     if least is not None and least != plan.accountant:
         yield "least ε for every pair", _told(epsilons, least)
-    evaluated = scores_of(rows)
-    score = rows[0]["score"] if rows else "score"
-    scored = score_text(score, evaluated[-1][1]) if evaluated else "not evaluated yet"
-    if summary and summary[summary["score"]] is None:
-        scored = "not a number"
-    yield f"test {score}", scored
+    yield scored
     yield "budget", f"ε ≤ {plan.target_epsilon:g}"
     yield "δ, neighbours", f"{rounded_up(plan.delta)}, {plan.adjacency}"
     yield "end", STOPPED[summary["stopped_by"]] if summary else "not finished when this was made"
@@ -142,6 +150,16 @@ def _facts(
             source += " (the vectorised engine is for experiments: no proof covers its rounding)"
     yield "coins and noise", f"from {source}"
     yield from what_trained(settings).items()
+
+
+def _scored(rows: list[Row], summary: Row) -> tuple[str, str]:
+    """The name of the test score, and the last one as text."""
+    evaluated = scores_of(rows)
+    score = rows[0]["score"] if rows else "score"
+    scored = score_text(score, evaluated[-1][1]) if evaluated else "not evaluated yet"
+    if summary and summary[summary["score"]] is None:
+        scored = "not a number"
+    return f"test {score}", scored
 
 
 def _plots(plan: PrivacyPlan, rows: list[Row]) -> Iterator[Part]:
@@ -173,17 +191,16 @@ _OF_USERS = {"central-users": "one noise by a trusted server", "plain-users": "n
 def what_trained(settings: dict[str, Any], trainer: str = "shufl") -> dict[str, str]:
     """Data, model and algorithm of a configuration."""
     data, model, training = (settings[key] for key in ("data", "model", "training"))
-    options = ", ".join(f"{name} = {value}" for name, value in model.get("options", {}).items())
+    given = model.get("options", {}).items()
+    options = ", ".join(f"{name} = {_plain(value)}" for name, value in given)
     mapped = f"{data['features']} of " if "features" in data else ""
     users = f", {data['users']:,} users" if "users" in data else ""
     ours = ", ".join(
         filter(None, (training["algorithm"], training["optimiser"], _OF_USERS.get(trainer)))
     )
-    dataset = data["dataset"]
-    named = Path(dataset["file"]).name if isinstance(dataset, dict) else dataset
     dealt = f", {data['partition']}" if "partition" in data else ""
     return {
-        "data": f"{mapped}{named}{users}{dealt}",
+        "data": f"{mapped}{name_of_data(data)}{users}{dealt}",
         "model": model["name"] + (f" ({options})" if options else ""),
         "algorithm": _REFERENCES.get(trainer, ours),
     }
@@ -202,22 +219,36 @@ def origin(starts: list[dict[str, str]]) -> list[tuple[str, str]]:
 def _in_words(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The names of a plan's keys, and their values, rounded as `protocol.text` says."""
     for key, value in flat(plan).items():
+        if value is None:
+            continue
         name = key.removeprefix("mechanism.")
         rounded = rounded_down if name == "check_in_rate" else rounded_up
-        shown = rounded(value, 6) if isinstance(value, float) else str(value)
+        shown = rounded(value, 6) if isinstance(value, float) else _plain(value)
         yield _WORDS.get(name, name.replace("_", " ")), shown
 
 
-def render(template: str, title: str, subtitle: str, sections: list[Part]) -> str:
-    """The page; in HTML, whatever comes from files is escaped."""
-    source = importlib.resources.files("shufl.results") / template
+def _plain(value: Any) -> str:
+    """A value of a configuration, without Python's words and signs."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+
+
+def render(
+    template: str, title: str, subtitle: str, sections: list[Part], plain: Row | None = None
+) -> str:
+    """The page; in HTML, whatever comes from files is escaped. `plain` is for plain_words.html."""
+    folder = importlib.resources.files("shufl.results")
     environment = jinja2.Environment(
-        autoescape=template.endswith(".html"), trim_blocks=True, lstrip_blocks=True
+        autoescape=template.endswith(".html"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
     )
     environment.filters["joined"] = lambda text: re.sub(r"\n(?![-\n])", " ", text)
     version = importlib.metadata.version("shufl")
-    return environment.from_string(source.read_text(encoding="utf-8")).render(
-        title=title, subtitle=subtitle, sections=sections, version=version
+    return environment.get_template(template).render(
+        title=title, subtitle=subtitle, sections=sections, version=version, plain=plain
     )
 
 

@@ -40,7 +40,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The results of a run, as plain values."""
     plan, simulation = experiment.plan, experiment.config.simulation
-    rows = recorder.rows
+    rows, task, labels = recorder.rows, experiment.task, experiment.dataset.test_labels
+    simulated = engine.nodes == "simulated"  # nobody counts the records of real nodes
     too_few = too_few_present(plan, rows, result.rounds)
     present = [row["users_present"] for row in rows if row["outcome"] != RoundOutcome.LOST]
     return {
@@ -48,9 +49,12 @@ def summarise(
         "gradients": engine.gradients,
         "rounds": result.rounds,
         "stopped_by": result.stopped_by,
-        "score": experiment.task.score,
+        "score": task.score,
         **result.metrics,
-        "users_by": experiment.users_by if engine.nodes == "simulated" else ENROLLED,
+        "constant": None if task.constant is None else float(task.constant(labels)),
+        "test_records": len(labels),
+        "records": len(experiment.partition.index) if simulated else None,
+        "users_by": experiment.users_by if simulated else ENROLLED,
         **{key: getattr(plan, key) for key in _OF_PLAN},
         "fewest_users_present": min(present, default=None),  # in a lost round nobody counts
         "epsilon": epsilon_rows(epsilon_table(plan, result.rounds, too_few)),

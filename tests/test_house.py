@@ -15,12 +15,12 @@ MOST_LINES = {
     "accounting": 3806,
     "clients": 1187,
     "deploy": 1877,
-    "learning": 3193,
+    "learning": 3203,
     "protocol": 1182,
-    "results": 1254,
+    "results": 1356,
     "server": 1112,
     "shuffler": 3030,
-    "simulator": 2848,
+    "simulator": 2891,
     "src": 1768,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""

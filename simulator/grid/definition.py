@@ -172,7 +172,8 @@ class Point:
     @property
     def digest(self) -> str:
         """A digest of trainer and configuration, hexadecimal."""
-        return hashlib.sha256(f"{self.trainer} {dumps(self.config)}".encode()).hexdigest()[:10]
+        numbers = dumps(self.config.model_copy(update={"about": None}))
+        return hashlib.sha256(f"{self.trainer} {numbers}".encode()).hexdigest()[:10]
 
     @property
     def apart_from_seed(self) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from shufl.learning.config import values_of
 from shufl.protocol.files import write_whole
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import first_mistake
+from shufl.results.plain_words import stated
 from shufl.results.plots import draw
 from shufl.results.run_page import Part, Table, image, origin, render, what_trained
 from shufl.results.tables import epsilon_text, for_every_pair, score_axis, score_text
@@ -62,7 +63,11 @@ def page_of_grid(folder: Path) -> str:
     results = finished(points, folder)
     plot = image(plot_results, grid, [result for _, result in results]) if results else ""
     sections = _sections(grid, points, results, stored["failed"], plot)
-    return render("page.html", grid.title, folder.resolve().name, sections)
+    if not results:
+        return render("page.html", grid.title, folder.resolve().name, sections)
+    sections[0] |= {"title": "The runs in numbers", "page": True}
+    plain = _plain_words(grid, points[0], [result for _, result in results])
+    return render("page.html", grid.title, folder.resolve().name, sections, plain)
 
 
 def finished(points: list[Point], folder: Path) -> list[tuple[Point, Result]]:
@@ -166,6 +171,52 @@ def _sections(
         if lines:
             sections.append({"title": title, "lines": lines})
     return sections
+
+
+def _plain_words(grid: Grid, first: Point, results: list[Result]) -> dict[str, Any]:
+    """What the first page of a grid says; it explains the largest ε for every pair."""
+    config = first.config.model_dump(exclude_none=True)
+    trained, name = what_trained(config), results[0]["score_name"]
+    ours = [each for each in results if each["accountant"] in ACCOUNTANTS and each["delta"]]
+    halting = sorted({each["accountant"] for each in ours})
+    pairs = enumerate(_first_epsilons([result])[1] for result in ours)
+    told = sorted((math.inf if given is None else given, text, at) for at, (given, text) in pairs)
+    said: dict[str, Any] = config.get("about", {})
+    if told:
+        epsilon, largest, at = told[-1]
+        by = for_every_pair(ours[at]["epsilon"]) or "local"
+        said = stated(config, by, epsilon, ours[at]["delta"], ours[at]["adjacency"])
+        claim = " to ".join(dict.fromkeys((told[0][1], largest)))
+        said["claims"] = [("ε for every person", claim)]
+    special = [{"name": by} for by in halting if ACCOUNTANTS[by].holds_for != "every pair"]
+    constant = [each["constant"] for each in results if each["constant"] is not None]
+    return said | {
+        "runs": len(results), "model": trained["model"], "data": trained["data"], "seeded": True,
+        "special": special, "least_present": "all",
+        "score": f"test {name}", "scores": list(_scores(grid, results)),
+        "constant": _between(name, constant) if constant else "",
+    }  # fmt: skip
+
+
+_WITHOUT = {
+    "plain": "without privacy", "plain-users": "without privacy",
+    "central": "a server that everybody trusts", "central-users": "a server that everybody trusts",
+}  # fmt: skip
+
+
+def _scores(grid: Grid, results: list[Result]) -> Iterator[tuple[str, str]]:
+    """The range of each series' mean scores."""
+    for series in grid.series:
+        made = [_made(grid, results, series, value) for value in grid.values]
+        means = [statistics.fmean(each["score"] for each in runs) for runs in made if runs]
+        if means:
+            label = ", ".join(filter(None, (series.name, _WITHOUT.get(series.trainer))))
+            yield label, _between(results[0]["score_name"], means)
+
+
+def _between(name: str, scores: list[float]) -> str:
+    """The least and the largest of some scores."""
+    return " to ".join(dict.fromkeys(score_text(name, end(scores)) for end in (min, max)))
 
 
 def score_table(grid: Grid, results: list[Result]) -> Table:

@@ -162,6 +162,7 @@ class ResultFile(Record):
     seed: int
     score: Annotated[float, Field(allow_inf_nan=False, description="a number")]
     loss: Annotated[float, Field(allow_inf_nan=False, description="a number")] | None = None
+    constant: Annotated[float, Field(allow_inf_nan=False, description="a number")] | None = None
     rounds: Annotated[int, Field(ge=0, description="a whole number, at least 0")]
     delta: Probability | None = None
     check_in_rate: CheckInRate
@@ -216,6 +217,7 @@ def _outcome(played: Path) -> dict[str, Any]:
         "score_name": summary["score"],
         "score": summary[summary["score"]],
         "loss": summary["loss"],
+        "constant": summary["constant"],
         "rounds": summary["rounds"],
         "epsilon": {name: row["epsilon"] for name, row in summary["epsilon"].items()},
         "noise_multiplier": plan["mechanism"]["noise_multiplier"],

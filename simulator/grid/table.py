@@ -33,7 +33,7 @@ def rows_of(results: Sequence[tuple[Point, dict[str, Any]]]) -> list[dict[str, A
             "trainer": point.trainer,
             **{
                 key: str(value) if isinstance(value, Carried) else value
-                for key, value in flat(point.config.model_dump(exclude={"seed"})).items()
+                for key, value in flat(point.config.model_dump(exclude={"seed", "about"})).items()
             },
         }
         for point, result in results

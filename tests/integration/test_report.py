@@ -7,16 +7,21 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import matplotlib.image
 import pytest
 from typer.testing import CliRunner
 
 import figure_1b
+import report_picture
 import shufl
-from run_world import LIMIT
+from report_picture import CHROMIUM, browse
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan
 from shufl.cli.__main__ import app
 from shufl.cli.experiment import page_of
+from shufl.learning.data.datasets import load_dataset
+from shufl.protocol.text import rounded_up
 from shufl.results.plots import draw, plot_rounds, plot_score_epsilon
 from shufl.results.run_folder import note_start, read_rows, read_starts
 from shufl.results.tables import AS_PLANNED, epsilon_text
@@ -24,7 +29,9 @@ from shufl.simulator.grid.definition import Grid
 from shufl.simulator.grid.grid_page import keep_grid, write_page
 from shufl.simulator.grid.grid_points import play
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+ROOT = Path(__file__).resolve().parents[2]
+SAME_ANSWER = "the best answer that is the same for all records"
 HOSTILE = "<img src=x onerror=document.title=1>"
 SETTINGS = {
     "simulation.engine": "vectorised",
@@ -32,6 +39,7 @@ SETTINGS = {
     "data.users": 200,
     "privacy.minimum_batch": 1,
     "privacy.target_epsilon": 1e6,
+    "about.purpose": HOSTILE,
 }
 
 
@@ -114,11 +122,11 @@ def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
     assert re.search(r"rounds spent\s*4\s*released\s*4", text)
     epsilons = {name: epsilon_text(row["epsilon"]) for name, row in summary["epsilon"].items()}
     (start,) = read_starts(run_folder)
-    head = re.sub(r"\s+", " ", text[: text.index("What ε holds for")])
+    head = re.sub(r"\s+", " ", text[: text.index("The ε that ends the run")])
     assert re.search(
         rf"halting ε {epsilons['theorem3']} by theorem3, homogeneous pair "
         rf"least ε for every pair {epsilons['blanket']} by blanket, every pair .*"
-        "data digits, 200 users, iid model logistic-regression algorithm fedsgd, sgd "
+        "data digits, 200 users, iid model logistic-regression algorithm fedsgd, sgd versions .* "
         rf"command shufl run quickstart --runs .* commit {re.escape(start['commit']) or 'unknown'} "
         rf"date {re.escape(start['date'])}",
         head,
@@ -126,14 +134,104 @@ def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
     assert "noise_multiplier" not in text.replace((run_folder / "config.toml").read_text(), "")
     assert re.search(r"noise multiplier z\s*1\s", text)
     assert target.read_text().count("data:image/svg+xml") == 2
+    assert not re.search(r"\b(None|True|False)\b", text)
+
+
+def first_page(folder):
+    """The first page of a report, its words with a space between them."""
+    text = check_alone(page_of(folder))
+    return re.sub(r"\s+", " ", text[: re.search(r"The runs? in numbers", text).start()])
+
+
+def bounds(epsilon, delta):
+    """How often a guess of two equally likely possibilities is right, by Kairouz, Oh, Viswanath."""
+    advantage = (math.exp(epsilon) - 1 + 2 * delta) / (math.exp(epsilon) + 1)
+    return 50 * (1 + advantage)
+
+
+@pytest.mark.slow
+def test_the_first_page_of_a_run_is_in_plain_words(run_folder):
+    text, summary = first_page(run_folder), json.loads((run_folder / "summary.json").read_bytes())
+    epsilons = {name: row["epsilon"] for name, row in summary["epsilon"].items()}
+    assert f"purpose {HOSTILE} contact not stated" in text
+    assert (
+        "logistic-regression was trained on digits, data of 200 people with 1,437 records" in text
+    )
+    assert "in 4 rounds. In each round each person takes part with a probability of 50%" in text
+    assert "It protected nobody" in text and "not somebody whom the data name" in text
+    assert f"ε, which ends the run {epsilon_text(epsilons['theorem3'])} by theorem3" in text
+    assert f"ε for every person {epsilon_text(epsilons['blanket'])} by blanket δ 1 in 200" in text
+    odds, sure = re.search(
+        r"e\^ε = (\S+) times .*? plus 1 in 200.*? most (\S+)% \(a coin", text
+    ).groups()
+    exact = math.exp(epsilons["blanket"]), bounds(epsilons["blanket"], 1 / 200)
+    assert exact[0] <= float(odds) <= 1.001 * exact[0]
+    assert exact[1] <= float(sure) <= exact[1] + 0.1
+    assert "theorem3, whose ε ends the run, looks at the homogeneous pair alone" in text
+    assert "promises nothing to real people. For that pair a guess is at most" in text
+    assert "honest, for the ε of blanket" in text and "adds false ones that are noise alone" in text
+    assert "The 360 records that the model was tested on" in text
+    labels = load_dataset("digits").test_labels.tolist()
+    constant = max(labels.count(label) for label in labels) / len(labels)
+    assert f"this model {summary['accuracy']:.2%} {SAME_ANSWER} {constant:.2%}" in text
+    assert text.endswith("the same training without privacy not measured ")
+
+
+@pytest.mark.slow
+def test_the_first_page_names_whom_the_halting_accountant_trusts(run_folder, tmp_path):
+    """Before the first round, by plans whose ε holds for every pair."""
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    (folder / "ledger.jsonl").unlink()
+    for name in ("metrics.jsonl", "checkpoint.pt", "summary.json"):
+        (folder / name).unlink()
+    shutil.rmtree(folder / "tensorboard")
+    plan = json.loads((folder / "plan.json").read_bytes())
+    plan |= {"adjacency": "zero-out", "delta": 1e-5}
+    sums = {"mixing": "sum", "central_noise": 9.0, "shuffler_blankets": 0.0}
+    window = {"work_until": 1.0, "send_after": 2.0, "send_spread": 0.0, "grace": 1.0}
+    window |= {"answer_every": 0.5, "query_every": 1.0, "most_records": 9}
+    for halting, trusted, changed in (
+        ("local", "device: it adds the noise before anything leaves it. What is not", {}),
+        ("crowd", "The devices of 200 people: each adds its own noise", {}),
+        ("blanket", "records of one person at most end its work. What is not", {"window": window}),
+        ("sum-central", "The shuffler or the server: at least one of them adds its noise", sums),
+        ("sum-distributed", "in every round. The operators of shuffler and server", sums),
+    ):
+        changed = plan | {"accountant": halting, "cover": True} | changed
+        (folder / "plan.json").write_text(json.dumps(changed))
+        text = first_page(folder)
+        assert f"honest, for the ε of {halting}" in text and trusted in text
+        assert "whether one person's records were used, or nothing in their place" in text
+        assert "homogeneous" not in text and SAME_ANSWER not in text
+        assert ("simulated" in text) == (changed["window"] is None)
+        assert "δ 1 in 100,000" in text
+        assert "this model not evaluated yet" in text
+
+
+@pytest.mark.slow
+def test_who_asks_and_what_for_may_be_changed_in_the_run_folder(run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config + '\ncontact = "Ada"\n')
+    assert "contact Ada" in first_page(folder)
+    assert shufl.resume(folder, progress=False).stopped_by == "rounds"
+    (folder / "config.toml").write_text(config + "\ncontact = 3\n")
+    with pytest.raises(shufl.ConfigError, match=r"about\.contact must be text, got 3"):
+        shufl.resume(folder, progress=False)
 
 
 @pytest.mark.slow
 def test_the_page_of_an_older_run_says_what_is_unknown(run_folder, tmp_path):
     shutil.copytree(run_folder, tmp_path / "old")
     (tmp_path / "old/starts.jsonl").unlink()
+    summary = json.loads((tmp_path / "old/summary.json").read_bytes())
+    for key in ("records", "test_records", "constant"):
+        del summary[key]
+    (tmp_path / "old/summary.json").write_text(json.dumps(summary))
     text = check_alone(page_of(tmp_path / "old"))
     assert re.search(r"command\s*unknown\s*commit\s*unknown\s*date\s*unknown", text)
+    assert "data of 200 people, in 4 rounds" in re.sub(r"\s+", " ", text)
+    assert SAME_ANSWER not in text and "The records that the model" in re.sub(r"\s+", " ", text)
 
 
 def test_a_token_on_the_command_line_of_another_program_is_not_kept(tmp_path, monkeypatch):
@@ -228,7 +326,7 @@ def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
         sorted((result["epsilon"][name] for result in played), key=float)
         for name in ("theorem3", "blanket")
     )
-    head = re.sub(r"\s+", " ", text[: text.index("One paragraph")])
+    head = re.sub(r"\s+", " ", text[text.index("in numbers") : text.index("One paragraph")])
     for told, name, ends in (
         ("halting ε", "theorem3", halting),
         ("ε for every pair", "blanket", every_pair),
@@ -239,6 +337,12 @@ def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
     assert re.search(rf"commit .* date {played[0]['date'][:10]}", head)
     assert "other, 1, seed 3: no <i>luck</i>" in text
     assert re.search(r"missing\s*other, 3, seed 3", text)
+    text, scores = first_page(results), [f"{result['score']:.2%}" for result in played]
+    assert f"purpose {HOSTILE}" in text and "2 runs trained logistic-regression on digits" in text
+    assert f"ε for every person {epsilon_text(every_pair[0])} (blanket) to" in text
+    assert f"e^ε = {rounded_up(math.exp(every_pair[1]))} times" in text
+    assert "theorem3, whose ε ends runs, looks at the homogeneous pair alone" in text
+    assert f"<script>alert(1)</script> {min(scores)} to {max(scores)} {SAME_ANSWER} 12." in text
 
 
 def test_the_page_of_a_grid_of_which_every_run_failed_says_why(results, tmp_path):
@@ -306,7 +410,7 @@ def test_the_page_of_a_run_needs_no_torch(run_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+@browser
 @pytest.mark.parametrize(
     ("what", "width"),
     [
@@ -329,8 +433,45 @@ def test_a_browser_shows_it_whole_on_a_phone_and_a_screen(what, width, request, 
     wide = page.replace("</body>", "<p style='width: 2000px'>wide</p></body>")
     assert measure(tmp_path, wide, width)["width"] > 1900
     (tmp_path / "page.html").write_text(page)
-    browse(tmp_path, "--screenshot=shot.png", f"--window-size={max(width, 500)},1500", "page.html")
-    assert (tmp_path / "shot.png").stat().st_size > 20_000
+    for scheme, least, most in (("light", 0.8, 1.0), ("dark", 0.0, 0.2)):
+        shot = tmp_path / f"{scheme}.png"
+        size = f"--window-size={max(width, 500)},4000"
+        browse(
+            tmp_path / "page.html", f"--screenshot={shot}", size, *report_picture.SCHEMES[scheme]
+        )
+        bright = matplotlib.image.imread(shot)[..., :3].mean(axis=2) > 0.7
+        assert least <= bright.mean() <= most, scheme  # figures are most of what is there
+
+
+@pytest.mark.slow
+@browser
+@pytest.mark.parametrize("what", ["run_folder", "results"])
+def test_a_print_fits_on_a4_and_its_first_page_is_in_plain_words(what, request, tmp_path):
+    page = page_of(request.getfixturevalue(what))
+    first = page[: page.index('<h2 class="page"')] + "</body></html>"
+    for text, pages in ((first, {1}), (page, range(4, 12))):
+        (tmp_path / "page.html").write_text(text)
+        target = tmp_path / "page.pdf"
+        browse(tmp_path / "page.html", f"--print-to-pdf={target}", "--no-pdf-header-footer")
+        boxes = re.findall(rb"/MediaBox \[0 0 (\S+) (\S+)\]", target.read_bytes())
+        assert len(boxes) in pages
+        assert {(round(float(w)), round(float(h))) for w, h in boxes} == {(595, 842)}
+    printed = page.replace("@media print", "@media all").replace("@media screen", "@media not all")
+    assert printed.count("@media all") == printed.count("@media not all") == 1
+    measured = measure(tmp_path, printed, 680)  # what the margins leave of A4
+    assert measured["width"] <= 680
+    assert measured["tables"] and all(inner <= outer for inner, outer in measured["tables"])
+
+
+@pytest.mark.slow
+@browser
+def test_the_picture_of_the_first_page_is_made(run_folder, tmp_path):
+    report_picture.take(run_folder, tmp_path / "report.png")
+    picture = matplotlib.image.imread(tmp_path / "report.png")
+    shown = matplotlib.image.imread(ROOT / "docs/report.png")
+    assert picture.shape[1] == shown.shape[1] and abs(picture.shape[0] - shown.shape[0]) < 400
+    assert picture[-1].min() > 0.99 and picture[-60:].min() < 0.7  # it ends below the last words
+    assert (ROOT / "docs/report.png").stat().st_size < 100_000
 
 
 def measure(folder, page, width):
@@ -340,7 +481,8 @@ def measure(folder, page, width):
     (folder / "page.html").write_text(alone.replace("</body>", MEASURE + "</body>"))
     frame = f'<iframe src="page.html" width="{width}" height="3000"></iframe>'
     (folder / "frame.html").write_text(FRAME + frame)
-    shown = browse(folder, "--dump-dom", "--virtual-time-budget=5000", "frame.html").stdout
+    options = "--dump-dom", "--virtual-time-budget=5000"
+    shown = browse(folder / "frame.html", *options).stdout
     return json.loads(re.search(r"<title>(.*?)</title>", shown).group(1).replace("&quot;", '"'))
 
 
@@ -350,24 +492,9 @@ MEASURE = """<script>addEventListener("load", () => parent.postMessage(JSON.stri
     heads: Object.fromEntries([...document.querySelectorAll("thead th")]
         .filter(head => /^(ε|halting ε|ε for every pair|its ε holds for|z)$/.test(head.innerText))
         .map(head => [head.innerText, head.getBoundingClientRect().right])),
+    tables: [...document.querySelectorAll(".wide")].map(e => [e.scrollWidth, e.clientWidth]),
     images: [...document.images].map(image => image.getBoundingClientRect().width),
 }), "*"))</script>"""
-
-
-def browse(folder, *arguments):
-    """Chromium without a window, at a page of this folder, with a profile of its own."""
-    *options, page = arguments
-    quiet = "no-first-run disable-background-networking disable-component-update disable-sync"
-    flags = ["headless", "no-sandbox", "disable-gpu", "disable-quic", *quiet.split()]
-    command = [CHROMIUM, *(f"--{flag}" for flag in flags), f"--user-data-dir={folder / 'profile'}"]
-    return subprocess.run(
-        [*command, *options, f"file://{folder / page}"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=True,
-        cwd=folder,
-    )
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from shufl.protocol.mechanisms import SeededRandomness, clip
 from shufl.protocol.validation import ConfigError
 from shufl.results.engine_interface import engine_of
 from shufl.results.experiment import prepare
+from shufl.results.run_page import page_of_run
 from shufl.simulator.engines.report_sum import ReportSum
 from task_world import PARTS, SEED, SETTINGS, SIZES, TASKS, USERS, Normed, houses
 
@@ -117,6 +118,25 @@ def test_logits_of_many_batches_are_measured():
     assert evaluate(model, records, labels, CLASSIFICATION.measure)["accuracy"] == 1.0
 
 
+def test_the_constant_score_is_that_of_the_best_answer_that_is_always_the_same():
+    """It is compared with the metrics of every constant answer, or of a grid of them."""
+    labels = torch.tensor([2, 0, 2, 1, 2, 1])
+    answers = [functional.one_hot(torch.full((6,), each), 3).double() for each in range(3)]
+    best = max(CLASSIFICATION.metrics(each, labels)["accuracy"] for each in answers)
+    assert CLASSIFICATION.constant(labels) == best == 0.5
+    labels = torch.tensor([[0, 2, PADDING], [2, 2, 1]])
+    answers = [functional.one_hot(torch.full((2, 3), each), 3).double() for each in range(3)]
+    best = max(NEXT_TOKEN.metrics(each, labels)["accuracy"] for each in answers)
+    assert NEXT_TOKEN.constant(labels) == pytest.approx(best) == pytest.approx(0.6)
+    numbers = torch.arange(0, 10, 0.125)
+    for labels, answers in (
+        (torch.tensor([1.0, 2.0, 6.0]), numbers),
+        (torch.tensor([[1.0, 0.0], [2.0, 9.0]]), torch.cartesian_prod(numbers, numbers)),
+    ):
+        errors = (REGRESSION.metrics(each.expand(labels.shape), labels) for each in answers)
+        assert REGRESSION.constant(labels) == pytest.approx(min(each["rmse"] for each in errors))
+
+
 def mean_of_all(outputs, labels):
     return functional.mse_loss(outputs, labels)
 
@@ -140,6 +160,7 @@ def raises(outputs, labels):
 NO_SCORE = shufl.Task(of_each, no_errors, "mae")
 TAKEN = shufl.Task(of_each, lambda outputs, labels: {"error": 1.0, "score": 2.0}, "error")
 RAISES = shufl.Task(of_each, raises, "error")
+NO_CONSTANT = shufl.Task(of_each, no_errors, "error", constant=lambda labels: labels.nothing)
 MEAN_OF_ALL = shufl.Task(mean_of_all, no_errors, "error")
 LESS_THE_MEAN = shufl.Task(less_the_mean, no_errors, "error")
 NOT_A_TASK = {"loss": mean_of_all}
@@ -157,6 +178,7 @@ NOT_A_TASK = {"loss": mean_of_all}
         ("houses", f"{__name__}:NO_SCORE", "must have its score, mae, among its metrics"),
         ("houses", f"{__name__}:TAKEN", "must name its metric score otherwise"),
         ("houses", f"{__name__}:RAISES", "model on test records: ValueError (test_tasks.py"),
+        ("houses", f"{__name__}:NO_CONSTANT", "test records: AttributeError (test_tasks.py"),
         ("houses", "next-token", "must have classes"),
         ("sentences", "regression", "must have no classes, got 7, for data.task regression"),
         ("sentences", "classification", "must have one train label for each"),
@@ -190,3 +212,6 @@ def test_a_task_of_a_notebook_needs_no_name(tmp_path):
     assert (run.score_name, run.score) == ("error", 0.0)
     again = shufl.load_run(run.folder, dataset=given)
     assert again.score_name == "error" and again.metrics == run.metrics
+    first_page = page_of_run(run.folder).partition("The run in numbers")[0]
+    assert "trained on what a program gave" in first_page and "object:" not in first_page
+    assert "the best answer that is the same" not in first_page  # the task does not say which

@@ -175,7 +175,7 @@ def report_command(
         Path | None, typer.Option(help="The file. Default: report.html in that folder.")
     ] = None,
 ) -> None:
-    """Write one HTML page with plots, ε and what it holds for, ledger, plan and configuration.
+    """Write one HTML page: first in plain words, then plots, every ε, ledger, plan, configuration.
 
     It needs no network: mail it, or open it on a phone.
     """
