@@ -13,7 +13,12 @@ ROOMS = (
     *("accounting", "benchmarks", "clients", "configs", "deploy", "learning", "protocol"),
     *("results", "server", "shuffler", "simulator", "src"),
 )
-TIMER = "        while left := self._store.seconds_left(run_id, number):\n"
+TIMER = """\
+        while left := self._store.seconds_left(run_id, number):
+            await asyncio.sleep(left)
+        if has_window:
+            await self._close(run_id, number)
+"""
 
 PADDING = {
     "clients/worker.py": [
@@ -33,8 +38,7 @@ LEAKS = {
     },
     "early close": {
         "shuffler/service/control_service.py": [
-            ("        if self._store.seconds_left(*about):\n            self._close(*about)\n", ""),
-            (TIMER + "            await asyncio.sleep(left)\n", ""),
+            (TIMER, ""),
         ],
         "shuffler/store/runs.py": [("(entry.seconds_left or entry.made < ", "(entry.made < ")],
     },

@@ -64,6 +64,7 @@ CAME_TO = {
         "score_name": "accuracy",
         "score": 0.25,
         "loss": None,
+        "constant": None,
         "rounds": 3,
         "delta": None,
         "check_in_rate": 0.5,

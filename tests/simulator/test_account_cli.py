@@ -37,8 +37,8 @@ def rows_of(command):
 def test_the_help_says_what_each_value_may_be():
     told = " ".join(shufl("account --help").stdout.replace("│", " ").split())
     for words in (
-        "in a round: a number in [1e-12, 1] or left out.",
-        "clip norms: a number in [1e-12, 10^6] or left out.",
+        "in a round: a number in [1e-12, 1].",
+        "clip norms: a number in [1e-12, 10^6].",
         'δ: "1/n" or a number in (0, 1). Default: 1/n.',
         "neighbours: one of replace, zero-out. Default: replace.",
     ):

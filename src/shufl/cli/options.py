@@ -67,7 +67,7 @@ def _option_of(name: str, defaults: dict[str, Any]) -> inspect.Parameter:
     field, flag = _VALUES[name], f"--{name}".replace("_", "-")
     flags = [flag, "-n"] if name == "users" else [flag]
     default, is_flag = defaults.get(name, field.default), field.annotation is bool
-    words = "" if is_flag else f": {field.description or words_of(field.annotation)}"
+    words = "" if is_flag else f": {_sayable(field.description or words_of(field.annotation))}"
     known = is_flag or default in (None, PydanticUndefined)
     says = f"{field.title}{words}." + ("" if known else f" Default: {default}.")
     about: dict[str, Any] = {} if is_flag else {"parser": _value, "metavar": "VALUE"}
@@ -85,6 +85,11 @@ def _value(text: str) -> Any:
         except ValueError:
             pass
     return text
+
+
+def _sayable(words: str) -> str:
+    """What a value may be, without what an option cannot say."""
+    return words.replace('"least-error" or ', "", 1).replace(" or left out", "", 1)
 
 
 def group(about: str) -> typer.Typer:
