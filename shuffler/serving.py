@@ -77,7 +77,10 @@ def serve(config: Path, exit_with_parent: bool) -> None:
             watched = parent if exit_with_parent else None
             asyncio.run(_serve(make_server, settings, revoked, log, watched))
         except (ShufflerError, ValueError, OSError) as error:
-            typer.echo(f"shuffler: {one_line(str(error))}", err=True)
+            said = str(error)
+            if isinstance(error, OSError) and error.filename:
+                said = f"{error.filename}: {error.strerror}"
+            typer.echo(f"shuffler: {one_line(said)}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -17,11 +17,11 @@ MOST_LINES = {
     "deploy": 1877,
     "learning": 3203,
     "protocol": 1182,
-    "results": 1356,
+    "results": 1357,
     "server": 1112,
-    "shuffler": 3030,
+    "shuffler": 3033,
     "simulator": 2891,
-    "src": 1768,
+    "src": 1770,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

@@ -229,6 +229,7 @@ def test_a_wheel_has_the_code_and_what_it_reads_and_nothing_else(copy, wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     code = [f"{room}/**/*{suffix}" for room in ROOMS for suffix in (".py", ".pyi", ".proto")]
     read = ["configs/**/*.toml", "deploy/templates/*", "deploy/flower_app/*", "results/page.*"]
+    read.append("results/plain_words.html")
     expected = {
         f"shufl/{path.relative_to(copy)}" for form in code + read for path in copy.glob(form)
     }

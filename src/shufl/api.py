@@ -223,8 +223,12 @@ def resume(
 
     Args:
         folder: the run folder.
-        dataset, features, task, model, algorithm, aggregator: the objects that `run` was given;
-            None for what it was given none.
+        dataset: the object that `run` was given, or None; so are the next five.
+        features: see dataset.
+        task: see dataset.
+        model: see dataset.
+        algorithm: see dataset.
+        aggregator: see dataset.
         on_round: as for `run`; it is not called for rounds that have a row in metrics.jsonl.
         progress: as for `run`.
 
@@ -266,8 +270,13 @@ def load_run(
 
     Args:
         folder: the run folder.
-        dataset, features, task, model, algorithm, aggregator: the objects that `run` was given.
-            Only `RunResult.model` needs them.
+        dataset: the object that `run` was given, or None. Only `RunResult.model` needs it and the
+            next five.
+        features: see dataset.
+        task: see dataset.
+        model: see dataset.
+        algorithm: see dataset.
+        aggregator: see dataset.
 
     Returns:
         The results so far, or of the whole run.
@@ -331,8 +340,11 @@ def grid(
             by the vectorised engine.
         changes: values of all runs, by `section.key`.
         seeds: of the runs.
-        dataset, features, task, model, algorithm: objects, as for `run`. There is no aggregator,
-            since the vectorised engine has no single reports.
+        dataset: as for `run`.
+        features: as for `run`.
+        task: as for `run`.
+        model: as for `run`.
+        algorithm: as for `run`. There is no aggregator: this engine has no single reports.
         results: the folder in which runs are kept; a run that is there is not played again.
         cpus: processors for each run.
         progress: whether to print a line for each run.

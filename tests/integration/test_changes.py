@@ -14,8 +14,7 @@ from shufl.learning.data.files import RecordFile
 from shufl.protocol.validation import ConfigError
 from shufl.server import CheckpointError
 from shufl.simulator.grid.definition import Point
-from shufl.simulator.grid.grid_points import play, read_result
-from shufl.simulator.grid.runner import _is_there
+from shufl.simulator.grid.grid_points import play, read_result, rests_on
 
 PRIVACY = {
     "check_in_rate": 1.0, "noise_multiplier": 1.0, "target_epsilon": 1e4, "rounds": 1,
@@ -97,21 +96,27 @@ def test_another_object_in_place_of_a_model_does_not_go_on(place):
         shufl.resume(finished.folder, model=models[1], progress=False)
 
 
+def is_there(point, place):
+    """Whether a grid would not play the point again."""
+    result = read_result(place / point.key)
+    return result is not None and result["rests_on"] == rests_on(point)
+
+
 @pytest.mark.slow
 def test_results_of_a_grid_stay_as_long_as_their_data_and_code(place):
     point = Point("s", 1, 7, "shufl", load(configuration("v.csv", "own_net:net")))
     play(point, place / point.key, 1)
-    assert _is_there(point, place)
+    assert is_there(point, place)
     write_records(place / "v.csv", 1)
     shufl.learning.data.datasets.load_dataset.cache_clear()  # as `play_points` does
-    assert not _is_there(point, place)
+    assert not is_there(point, place)
     write_records(place / "v.csv", 0)
     shufl.learning.data.datasets.load_dataset.cache_clear()
-    assert _is_there(point, place)
+    assert is_there(point, place)
     (place / "own_net.py").write_text(MODULE.replace("2, outputs", "1 + 1, outputs"))
     del sys.modules["own_net"]
-    assert not _is_there(point, place)
+    assert not is_there(point, place)
     older = read_result(place / point.key)
     del older["rests_on"]
     (place / point.key / "result.json").write_text(json.dumps(older))
-    assert not _is_there(point, place)
+    assert not is_there(point, place)

@@ -105,5 +105,6 @@ print(sorted({"server", "results", "simulator"}.intersection(
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
-    said = "2.5 1\n['shufl.learning.data.person_ids', 'shufl.learning.data.files']\n[]\n"
+    names = [f"shufl.learning.data.{name}" for name in ("person_ids", "files", "columns")]
+    said = f"2.5 1\n{names}\n[]\n"
     assert ended.stdout == said, ended.stderr

@@ -704,7 +704,7 @@ def test_a_node_reads_a_file_whose_columns_the_configuration_names(base, caplog)
     ]  # fmt: skip
     for lines, message in (
         (["1,b,x,60", "0,a,y,40"], "users must be 2, those of ward.csv, got 3"),
-        (["1,a,x,60", "2,b,y,50", "0,c,y,50"], "labels of user 1 must lie in 0 to 1, got others"),
+        (["1,a,x,60", "2,b,y,50", "0,c,y,50"], "column ill must be from 0 to 1, got others at"),
     ):
         with pytest.raises(ConfigError, match=message):
             records(*lines)
