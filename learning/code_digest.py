@@ -30,7 +30,8 @@ def code_digest(names: Iterable[str]) -> str:
     """SHA-256 (hexadecimal) of the code behind `names`, each `module:callable` or a `Carried`.
 
     This code is the named modules and the modules that they import, without installed packages.
-    Comments and layout do not count. Nothing is imported. Without code of yours the digest is "".
+    Comments and layout do not count, nor does what a function of a notebook reads: its globals,
+    defaults, and other functions there. Nothing is imported. Without code of yours it is "".
 
     Raises:
         ConfigError: a module has changed since this process imported it.
@@ -42,11 +43,17 @@ def code_digest(names: Iterable[str]) -> str:
         if isinstance(given, functools.partial):
             texts["arguments"] = _without_places(repr((given.args, given.keywords)))
         for part in _parts(given):
-            if (module := getattr(part, "__module__", None)) == "__main__":
+            module = getattr(part, "__module__", None) or ""
+            own = not (hasattr(given, "modules") or module.startswith("shufl."))
+            if (
+                own and part is type(given) and hasattr(given, "__dict__")
+            ):  # an object that is called may have settings
+                texts[f"a {module}.{part.__qualname__}"] = _without_places(repr(vars(given)))
+            if module == "__main__":
                 # A notebook has no file. A script is itself edited in order to resume a run.
                 texts[f"__main__.{part.__qualname__}"] = _source(part)
                 continue
-            left.append(module or "")
+            left.append(module)
             if not isinstance(given, type) and hasattr(given, "modules"):
                 texts["object"] = _without_places(repr(given))
     while left:

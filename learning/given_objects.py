@@ -35,6 +35,10 @@ def carried(*given: Any) -> dict[str, Carried]:
     for (argument, key), thing in zip(_KEYS.items(), given, strict=True):
         if thing is None:
             continue
+        if isinstance(thing, str):
+            raise ConfigError(
+                f"{argument}= takes an object; a name goes into changes: {{'{key}': {thing!r}}}"
+            )
         name = str(getattr(thing, "__qualname__", type(thing).__name__))
         if argument == "dataset" and callable(thing):
             with your_code(f"dataset {name} could not be made", quote=()):
@@ -83,3 +87,13 @@ def with_objects(config: Config, objects: Mapping[str, Carried]) -> Config:
         changed = getattr(config, section).model_copy(update={name: kept})
         config = config.model_copy(update={section: changed})
     return config
+
+
+def objects_in(config: Config) -> dict[str, Carried]:
+    """The objects that a configuration has, by the keys that they stand for."""
+    objects = {}
+    for key in _KEYS.values():
+        section, name = key.split(".")
+        if isinstance(thing := getattr(getattr(config, section), name), Carried):
+            objects[key] = thing
+    return objects

@@ -39,8 +39,11 @@ def plain_words(
     safe = halting
     if ACCOUNTANTS[halting].holds_for != "every pair":
         safe = for_every_pair(planned) or "local"
-    name, score = scored
     constant, records = summary.get("constant"), summary.get("records")
+    # Real devices have no seed, and their records are not counted.
+    unseeded = settings["seed"] == "system"
+    real = unseeded and (records is None if "records" in summary else plan.window is not None)
+    name, score = scored
     by_allocation = plan.participation == "allocation"
     ends = {halting: "ε, which ends the run", safe: "ε for every person"}
     if halting == safe:
@@ -49,12 +52,14 @@ def plain_words(
         "model": settings["model"]["name"],
         "data": name_of_data(settings["data"]),
         "users": f"{plan.users:,}",
-        "records": f"{records:,}" if records else "",
+        "records": f"{records:,}" if records and not unseeded else "",
         "rounds": f"{rounds:,}",
         "every": plan.every if by_allocation else 0,
         "chance": rounded_down(100 * plan.check_in_rate, 3) if plan.check_in_rate < 1 else "",
-        "real": records is None if "records" in summary else plan.window is not None,
-        "machines": plan.window is not None,
+        "real": real,
+        "machines": plan.window is not None and real,
+        "own_noise": plan.mechanism.is_private,
+        "central": plan.central_noise > 0,
         "dealt": settings["data"].get("partition") != "natural",
         "claims": [
             (head, f"{epsilon_text(planned[by])} by {by}" + _PLANNED * ("planned" in epsilons[by]))
@@ -82,7 +87,7 @@ def stated(
         "safe": _claim(accountant, epsilon, delta),
         "trust": ACCOUNTANTS[accountant],
         "sums": ACCOUNTANTS[accountant].round_kinds == (Summed,),
-        "delta": f"1 in {float(rounded_down(1 / delta, 6)):,.0f}",
+        "delta": f"1 in {math.floor(float(rounded_down(1 / delta, 6))):,}",
         "zero_out": adjacency == "zero-out",
     }
 

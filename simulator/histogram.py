@@ -23,7 +23,7 @@ from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.plan_fields import AccountantName
 
 if TYPE_CHECKING:
-    import pyarrow
+    pass
 
 _CONFIDENT = 1.959964  # half the width of a 95 % interval, in standard errors
 
@@ -195,12 +195,14 @@ def count_column(
     """
     if is_parquet(path):
         table, row_at, first = read_table(path), "record", 1
+        names, columns = table.column_names, [each.to_pylist() for each in table.columns]
     else:
-        table, row_at, first = _table(path, form), "line", 2
-    if not len(table):
+        row_at, first = "line", 2
+        names, columns = _table(path, form)
+    if not columns or not columns[0]:
         raise ValueError(f"{path} has no rows")
-    place = _place("--column", column, table.column_names)
-    values = ["" if cell is None else str(cell) for cell in table.column(place).to_pylist()]
+    place = _place("--column", column, names)
+    values = ["" if cell is None else str(cell) for cell in columns[place]]
     named = dict.fromkeys(categories[:-1] if other else categories)
     seen = {looks(category): category for category in named}
     for value in (value for value in dict.fromkeys(values) if value not in named):
@@ -217,11 +219,10 @@ def count_column(
     held = np.array([places.get(value, len(categories) - 1) for value in values])
     owners = np.arange(len(values))
     if user_column is not None:
-        of_user = _place("--user-column", user_column, table.column_names)
+        of_user = _place("--user-column", user_column, names)
         if of_user == place:
             raise ValueError(f"--user-column must be another than --column, got {column}")
-        users = table.column(of_user).to_pylist()
-        owners = number_users(users, f"{path}: column {user_column!r}", row_at, first)
+        owners = number_users(columns[of_user], f"{path}: column {user_column!r}", row_at, first)
     sizes = np.bincount(owners)
     draws = make_randomness(seed).training_seeds(0, np.arange(len(sizes)))
     of_own = (draws % sizes.astype(np.uint64)).astype(np.int64)  # uniform, to some 2^-64 sizes
@@ -231,10 +232,8 @@ def count_column(
     return Column(np.bincount(held[chosen], minlength=k), shares, len(values))
 
 
-def _table(path: Path, form: CsvForm) -> pyarrow.Table:
-    """The columns of a CSV file, all as text; refuses a line that is not a row."""
-    import pyarrow
-
+def _table(path: Path, form: CsvForm) -> tuple[list[str], list[list[str]]]:
+    """Names and columns of a CSV file; refuses a line that is not a row."""
     rows: list[list[str]] = []
     encoding = form.encoding.upper()
     refusal = f"{path} must be CSV in {encoding}, a row a line, with no quote left open: line"
@@ -257,10 +256,7 @@ def _table(path: Path, form: CsvForm) -> pyarrow.Table:
             raise ValueError(f"{refusal} {number}: {error}") from None
         rows.append(row)
     names, *rows = rows or [[]]
-    columns = [[row[place] for row in rows] for place in range(len(names))]
-    return pyarrow.Table.from_arrays(
-        [pyarrow.array(each, pyarrow.string()) for each in columns], names
-    )
+    return names, [[row[place] for row in rows] for place in range(len(names))]
 
 
 def _place(option: str, column: str, names: list[str]) -> int:

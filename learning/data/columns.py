@@ -65,6 +65,11 @@ class Column:
             commas = [texts[at].replace(",", ".") for at in np.flatnonzero(wrong & self.kept)]
             if decimal == "." and all(map(_TEXT.fullmatch, commas)):
                 remedy = 'decimal = "," reads 0,5'
+            elif decimal == "," and all(
+                _TEXT.fullmatch(texts[at].translate(marks))
+                for at in np.flatnonzero(wrong & self.kept)
+            ):
+                remedy = f'with decimal = "," write 1,0, or list categories.{self.name}'
             self.refuse(wrong, must, remedy)
             array = np.array([float(text) if _TEXT.fullmatch(text) else 0.0 for text in texts])
         else:
@@ -113,7 +118,7 @@ class Column:
     def _tensor(self, array: np.ndarray, kind: str) -> torch.Tensor:
         array = np.where(self.kept, array, 0)
         if kind == "int64" and array.dtype.kind == "f":
-            wrong = (array % 1 != 0) | (np.abs(array) > 2**53)
+            wrong = (array % 1 != 0) | (np.abs(array) >= 2**53)
             self.refuse(wrong, "be whole numbers, got others", "a float32 takes any number")
             array = array.astype(np.int64)
         tensor = tensor_of(f"{self.file}: column {self.name}", array, kind)

@@ -6,6 +6,7 @@ downloaded otherwise; either way they are verified and unpacked by torchvision i
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import os
@@ -299,7 +300,8 @@ def load_dataset(name: str | RecordFile) -> Dataset:
     """
     make = name.load if isinstance(name, RecordFile) else find("data.dataset", name, DATASETS)
     with your_code(f"data.dataset {name} could not be loaded", quote=()):
-        dataset = make() if callable(make) else make
+        # A copy: what is kept of a dataset, such as its digest, is not that of an edited one.
+        dataset = copy.copy(make() if callable(make) else make)
     if (mistake := _mistake(dataset)) is not None:
         raise ConfigError(f"data.dataset {name} {mistake}")
     return dataset

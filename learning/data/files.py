@@ -290,7 +290,10 @@ class RecordFile(Section):
             )
         for key in ("drop", "missing", "categories", "dates"):
             for name in set(getattr(self, key)).difference(named[key != "drop" :]):
-                raise ConfigError(f"data.dataset.{key} must be of features and label, got {name}")
+                whose = "user, " * (key == "drop")
+                raise ConfigError(
+                    f"data.dataset.{key} must be of {whose}features and label, got {name}"
+                )
         cells = [table.column(name) for name in named]
         texts = [set(given).difference(self.categories.get(name, ())) for name in named]
         missing = list(map(missing_cells, cells, texts))
@@ -305,6 +308,10 @@ class RecordFile(Section):
         for column in columns[1:]:
             if column.name not in self.missing:
                 remedy = f"missing.{column.name} fills them, drop leaves such records out"
+                if column.name in labels:  # nobody fills what is to be learnt
+                    alone = missing[0] & kept
+                    drop = self.user if alone.any() and column.missing[alone].all() else column.name
+                    remedy = f'drop = ["{drop}"] leaves such records out'
                 column.refuse(column.missing, "have no empty cells, got some", remedy)
         return columns
 
@@ -347,7 +354,9 @@ def read_table(path: Path, form: CsvForm = COMMAS, texts: Iterable[str] = ()) ->
     except OSError as error:
         raise ConfigError(f"{failure}: {error.strerror or 'it is cut short or damaged'}") from None
     except LookupError:
-        raise ConfigError(f"encoding must be one of texts, got {form.encoding}") from None
+        raise ConfigError(
+            f"encoding must be one that Python knows, such as cp1252, got {form.encoding}"
+        ) from None
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         encoding = form.encoding.upper()
         why = (

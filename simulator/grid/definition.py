@@ -19,6 +19,7 @@ from shufl.learning.config_section import Section
 from shufl.learning.given_objects import placeholders, with_objects
 from shufl.learning.your_code import Carried
 from shufl.protocol.validation import ConfigError
+from shufl.protocol.validation import shown as shown_given
 
 Value = Annotated[bool | int | float | str, Field(description="numbers, or words")]
 
@@ -215,6 +216,11 @@ def grid_over(
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise ConfigError(f"over must have a list of values of {key}, got {given!r}")
         values[key] = [each.item() if isinstance(each, np.generic) else each for each in given]
+        if not values[key] or not all(isinstance(each, int | float | str) for each in values[key]):
+            raise ConfigError(
+                f"over must have a list of numbers, words, true or false for {key}, got "
+                f"{shown_given(values[key])}; of a table, over takes each key"
+            )
     *lines, across = values
     *of_lines, along = values.values()
     series = []

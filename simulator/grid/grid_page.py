@@ -48,7 +48,7 @@ def write_page(
 def keep_grid(grid: Grid, folder: Path, failed: dict[str, str]) -> None:
     """Writes `grid.json` beside the points, for `page_of_grid`: the grid and why points failed."""
     own = grid.model_dump(mode="json") | {"base": values_of(grid.base)}
-    text = json.dumps({"grid": own, "failed": failed})
+    text = json.dumps({"grid": own, "failed": failed}, default=str)  # of a file's dates
     write_whole(folder / "grid.json", text.encode())
 
 
@@ -66,7 +66,7 @@ def page_of_grid(folder: Path) -> str:
     if not results:
         return render("page.html", grid.title, folder.resolve().name, sections)
     sections[0] |= {"title": "The runs in numbers", "page": True}
-    plain = _plain_words(grid, points[0], [result for _, result in results])
+    plain = _plain_words(grid, [point for point, _ in results], [each for _, each in results])
     return render("page.html", grid.title, folder.resolve().name, sections, plain)
 
 
@@ -173,10 +173,11 @@ def _sections(
     return sections
 
 
-def _plain_words(grid: Grid, first: Point, results: list[Result]) -> dict[str, Any]:
+def _plain_words(grid: Grid, points: list[Point], results: list[Result]) -> dict[str, Any]:
     """What the first page of a grid says; it explains the largest ε for every pair."""
-    config = first.config.model_dump(exclude_none=True)
-    trained, name = what_trained(config), results[0]["score_name"]
+    configs = [point.config.model_dump(exclude_none=True) for point in points]
+    config, name = configs[0], results[0]["score_name"]
+    trained = [what_trained(each) for each in configs]
     ours = [each for each in results if each["accountant"] in ACCOUNTANTS and each["delta"]]
     halting = sorted({each["accountant"] for each in ours})
     pairs = enumerate(_first_epsilons([result])[1] for result in ours)
@@ -191,7 +192,11 @@ def _plain_words(grid: Grid, first: Point, results: list[Result]) -> dict[str, A
     special = [{"name": by} for by in halting if ACCOUNTANTS[by].holds_for != "every pair"]
     constant = [each["constant"] for each in results if each["constant"] is not None]
     return said | {
-        "runs": len(results), "model": trained["model"], "data": trained["data"], "seeded": True,
+        "runs": len(results), "others": len(results) - len(ours), "seeded": True,
+        **{key: "; ".join({each[key]: None for each in trained}) for key in ("model", "data")},
+        "dealt": any(each["data"].get("partition") != "natural" for each in configs),
+        "own_noise": all(each["noise_multiplier"] > 0 for each in ours),
+        "central": any(each["central_noise"] > 0 for each in ours),
         "special": special, "least_present": "all",
         "score": f"test {name}", "scores": list(_scores(grid, results)),
         "constant": _between(name, constant) if constant else "",

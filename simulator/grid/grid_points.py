@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import json
 import shutil
 import time
@@ -17,6 +18,7 @@ from torch import nn
 from shufl.learning.code_digest import code_digest
 from shufl.learning.config import Config
 from shufl.learning.data.datasets import dataset_digest, load_dataset
+from shufl.learning.given_objects import objects_in, with_objects
 from shufl.learning.parameters import tensors_digest
 from shufl.learning.your_code import Carried, find, usual_settings, your_code
 from shufl.protocol.console import Console
@@ -25,7 +27,7 @@ from shufl.protocol.plan_fields import CheckInRate
 from shufl.protocol.validation import NotNegative, Probability, Record, first_mistake
 from shufl.results.experiment import begin_anew, prepare_simulation
 from shufl.results.run import Run
-from shufl.results.run_folder import MetricsError, provenance, read_rows
+from shufl.results.run_folder import MetricsError, config_of, provenance, read_rows
 from shufl.server import CheckpointError
 from shufl.simulator.grid.definition import Point
 from shufl.simulator.grid.reference_runs import Reference, UserReference, as_central, trusted
@@ -47,20 +49,18 @@ def play(point: Point, folder: Path, threads: int, rests: str | None = None) -> 
         rests: what the point `rests_on`, for a process that does not have your notebook.
     """
     torch.set_num_threads(threads)
+    rests = rests_on(point) if rests is None else rests
     if point.trainer == "shufl":
-        came_to = _outcome(_played(point.config, folder))
+        came_to = _outcome(_played(point.config, folder, rests))
     elif point.trainer == "central-users":
-        played = _played(trusted(point.config), folder)
+        played = _played(trusted(point.config), folder, rests)
         users = json.loads((played / "plan.json").read_bytes())["users"]
         came_to = as_central(_outcome(played), users)
     else:
         came_to = _by_another(point)
     packages = ("shufl", "torch", "numpy", "dp-accounting")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    origin = provenance() | {
-        "versions": versions,
-        "rests_on": rests_on(point) if rests is None else rests,
-    }
+    origin = provenance() | {"versions": versions, "rests_on": rests}
     write_result(folder, point, came_to | origin)
 
 
@@ -84,7 +84,8 @@ def rests_on(point: Point) -> str:
     data = dataset_digest(load_dataset(name))[:12] if own else ""
     start = ""
     if isinstance(model, Carried) and isinstance(model.value, nn.Module):
-        start = tensors_digest(dict(model.value.named_parameters()))[:12]
+        tensors = itertools.chain(model.value.named_parameters(), model.value.named_buffers())
+        start = tensors_digest(dict(tensors))[:12]
     return code_digest(point.own_code)[:12] + data + start
 
 
@@ -189,16 +190,19 @@ def read_result(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _played(config: Config, folder: Path) -> Path:
+def _played(config: Config, folder: Path, rests: str) -> Path:
     """The run folder of a point's configuration, played to its end."""
-    console = Console(quiet=True)
-    for begun in sorted(folder.glob("*/checkpoint.pt")):
-        try:
-            return _to_its_end(Run.of(begun.parent, console))
-        except (CheckpointError, MetricsError):  # as after an update; it is played anew
-            pass
+    console, note = Console(quiet=True), folder / "rests_on"
+    if note.exists() and note.read_text() == rests:
+        for begun in sorted(folder.glob("*/checkpoint.pt")):
+            try:
+                own = with_objects(config_of(begun.parent), objects_in(config))
+                return _to_its_end(Run.of(begun.parent, console, config=own))
+            except (CheckpointError, MetricsError):  # as after an update; it is played anew
+                pass
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    note.write_text(rests)
     return _to_its_end(Run.new(config, folder, console))
 
 

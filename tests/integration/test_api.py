@@ -413,6 +413,12 @@ def test_calibrate_finds_the_least_noise():
             "features .*lambda.* must give finite features",
         ),
         (lambda: shufl.run("quickstart", QUICK, task=3), "must be a shufl.Task or return one"),
+        (lambda: shufl.run("quickstart", algorithm="fedavg"), "algorithm= takes an object; a name"),
+        (
+            lambda: shufl.grid("quickstart", over={"model.options": [{"hidden": 3}]}),
+            "over must have a list of numbers, words",
+        ),
+        (lambda: shufl.grid("quickstart", over={"privacy.rounds": []}), "over must have a list of"),
         (lambda: shufl.grid({"name": "x"}), "over must say what varies"),
         (lambda: shufl.grid("quickstart", over={}), "over must be a dict of lists"),
         (lambda: shufl.grid("quickstart", over={"seed": [1]}), "across must be another setting"),

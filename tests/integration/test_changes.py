@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 import shufl
@@ -11,9 +12,10 @@ from run_world import same_model
 from shufl.learning.config import load
 from shufl.learning.data.features import check_digest
 from shufl.learning.data.files import RecordFile
+from shufl.learning.given_objects import carried
 from shufl.protocol.validation import ConfigError
 from shufl.server import CheckpointError
-from shufl.simulator.grid.definition import Point
+from shufl.simulator.grid.definition import Point, grid_over
 from shufl.simulator.grid.grid_points import play, read_result, rests_on
 
 PRIVACY = {
@@ -120,3 +122,51 @@ def test_results_of_a_grid_stay_as_long_as_their_data_and_code(place):
     del older["rests_on"]
     (place / point.key / "result.json").write_text(json.dumps(older))
     assert not is_there(point, place)
+
+
+def test_an_object_that_has_changed_is_another(place):
+    """Numbers of a dataset, a model's buffers, and what an object that is called has."""
+    norm = nn.BatchNorm1d(4).requires_grad_(False)
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(4), norm, nn.Linear(4, 2))
+    model(torch.zeros(2, 3))
+    labels = torch.arange(4) % 2
+    data = shufl.Dataset(torch.zeros(4, 3), labels, torch.zeros(2, 3), labels[:2], classes=2)
+    step = Step()
+    seen = set()
+    for edit in (
+        lambda: None,
+        lambda: data.train_labels.zero_(),
+        lambda: norm.running_mean.add_(3.0),
+        lambda: setattr(step, "rate", 0.1),
+    ):
+        edit()
+        objects = carried(data, None, None, model, step, None)
+        _, grid = grid_over("quickstart", {"privacy.rounds": [1]}, [1], {}, objects)
+        (point,) = grid.points(objects)
+        shufl.learning.data.datasets.load_dataset.cache_clear()  # as `play_points` does
+        seen.add(rests_on(point))
+    assert len(seen) == 4
+
+
+class Step:
+    rate = 1.0
+
+    def __call__(self, parameters, gradients, start, state, learning_rate):
+        return {name: own - self.rate * gradients[name] for name, own in parameters.items()}, {}
+
+
+@pytest.mark.slow
+def test_a_point_of_objects_goes_on_and_is_played_again_with_other_objects(place):
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    rounds = {"privacy.rounds": [2], "privacy.target_epsilon": [1e4]}
+    folder, runs = place / "point", []
+    for change in (0.0, 0.0, 1.0):  # the second time its run is there, but no result
+        nn.init.constant_(linear[1].bias, change)
+        objects = carried(None, None, None, linear, None, None)
+        _, grid = grid_over("quickstart", rounds, [1], {}, objects)
+        (point,) = grid.points(objects)
+        play(point, folder, 1)
+        runs.append({path.parent.name for path in folder.glob("*/summary.json")})
+        (folder / "result.json").unlink()
+    assert runs[0] == runs[1] and all(map(len, runs))
+    assert (folder / "rests_on").read_text() != "" and len(runs[2]) == 1

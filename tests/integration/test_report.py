@@ -169,7 +169,10 @@ def test_the_first_page_of_a_run_is_in_plain_words(run_folder):
     assert exact[1] <= float(sure) <= exact[1] + 0.1
     assert "theorem3, whose ε ends the run, looks at the homogeneous pair alone" in text
     assert "promises nothing to real people. For that pair a guess is at most" in text
-    assert "honest, for the ε of blanket" in text and "adds false ones that are noise alone" in text
+    assert (
+        "honest, for the ε of blanket" in text
+        and "adds updates of nobody, which are noise alone" in text
+    )
     assert "The 360 records that the model was tested on" in text
     labels = load_dataset("digits").test_labels.tolist()
     constant = max(labels.count(label) for label in labels) / len(labels)
@@ -188,14 +191,21 @@ def test_the_first_page_names_whom_the_halting_accountant_trusts(run_folder, tmp
     plan = json.loads((folder / "plan.json").read_bytes())
     plan |= {"adjacency": "zero-out", "delta": 1e-5}
     sums = {"mixing": "sum", "central_noise": 9.0, "shuffler_blankets": 0.0}
+    no_noise = {"mechanism": plan["mechanism"] | {"noise_multiplier": 0.0}}
     window = {"work_until": 1.0, "send_after": 2.0, "send_spread": 0.0, "grace": 1.0}
     window |= {"answer_every": 0.5, "query_every": 1.0, "most_records": 9}
     for halting, trusted, changed in (
         ("local", "device: it adds the noise before anything leaves it. What is not", {}),
         ("crowd", "The devices of 200 people: each adds its own noise", {}),
-        ("blanket", "records of one person at most end its work. What is not", {"window": window}),
+        ("blanket", "tells nobody how many. Whoever runs it sees no model", {"window": window}),
         ("sum-central", "The shuffler or the server: at least one of them adds its noise", sums),
-        ("sum-distributed", "in every round. The operators of shuffler and server", sums),
+        ("sum-distributed", "in every round. The shuffler or the server: at least one", sums),
+        ("sum-distributed", "The operators of shuffler and server", sums | {"central_noise": 0.0}),
+        (
+            "sum-central",
+            "bounds the update and hides it before anything",
+            sums | no_noise,
+        ),
     ):
         changed = plan | {"accountant": halting, "cover": True} | changed
         (folder / "plan.json").write_text(json.dumps(changed))
@@ -203,7 +213,8 @@ def test_the_first_page_names_whom_the_halting_accountant_trusts(run_folder, tmp
         assert f"honest, for the ε of {halting}" in text and trusted in text
         assert "whether one person's records were used, or nothing in their place" in text
         assert "homogeneous" not in text and SAME_ANSWER not in text
-        assert ("simulated" in text) == (changed["window"] is None)
+        assert "This was simulated on one machine" in text  # its seed is written down
+        assert ("random noise on it" in text) == (changed["mechanism"]["noise_multiplier"] > 0)
         assert "δ 1 in 100,000" in text
         assert "this model not evaluated yet" in text
 

@@ -144,7 +144,7 @@ LINE = f"eve;1;1;Bonn;01.01.2024;{SECRET}\n"
         ({"separator": None}, "", "line 2 has 3 fields, line 1 has 1; separator = \";\" would"),
         ({"separator": "|"}, "", "line 1 must name a column who, got 1 other columns; separator ="),
         ({"encoding": None}, "", "not in UTF-8 at 1 of 3 lines, first at line 2: encoding = "),
-        ({"encoding": "utf9"}, "", "encoding must be one of texts, got utf9"),
+        ({"encoding": "utf9"}, "", "encoding must be one that Python knows, such as cp1252, got"),
         ({"decimal": None}, "", 'column ill must be whole numbers, got string at 2 of 2 '
          'lines, first at line 2: decimal = "," reads 0,5'),
         ({}, f"eve;{SECRET}.000,5;1;Bonn;01.01.2024;0\n", "column age must be whole numbers or "
