@@ -45,9 +45,8 @@ def code_digest(names: Iterable[str]) -> str:
         for part in _parts(given):
             module = getattr(part, "__module__", None) or ""
             own = not (hasattr(given, "modules") or module.startswith("shufl."))
-            if (
-                own and part is type(given) and hasattr(given, "__dict__")
-            ):  # an object that is called may have settings
+            # An object that is called may have settings.
+            if own and part is type(given) and hasattr(given, "__dict__"):
                 texts[f"a {module}.{part.__qualname__}"] = _without_places(repr(vars(given)))
             if module == "__main__":
                 # A notebook has no file. A script is itself edited in order to resume a run.

@@ -11,7 +11,7 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from shufl.learning.data.person_ids import looks, number_users, spelt
 from shufl.protocol import RandomisedResponse
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.plan_fields import AccountantName
-
-if TYPE_CHECKING:
-    pass
 
 _CONFIDENT = 1.959964  # half the width of a 95 % interval, in standard errors
 

@@ -223,12 +223,12 @@ def resume(
 
     Args:
         folder: the run folder.
-        dataset: the object that `run` was given, or None; so are the next five.
-        features: see dataset.
-        task: see dataset.
-        model: see dataset.
-        algorithm: see dataset.
-        aggregator: see dataset.
+        dataset: as `run` was given it; None if it was given none.
+        features: as `run` was given them.
+        task: as `run` was given it.
+        model: as `run` was given it.
+        algorithm: as `run` was given it.
+        aggregator: as `run` was given it.
         on_round: as for `run`; it is not called for rounds that have a row in metrics.jsonl.
         progress: as for `run`.
 
@@ -270,13 +270,12 @@ def load_run(
 
     Args:
         folder: the run folder.
-        dataset: the object that `run` was given, or None. Only `RunResult.model` needs it and the
-            next five.
-        features: see dataset.
-        task: see dataset.
-        model: see dataset.
-        algorithm: see dataset.
-        aggregator: see dataset.
+        dataset: as `run` was given it. Only `RunResult.model` needs this object, and those below.
+        features: as `run` was given them.
+        task: as `run` was given it.
+        model: as `run` was given it.
+        algorithm: as `run` was given it.
+        aggregator: as `run` was given it.
 
     Returns:
         The results so far, or of the whole run.
