@@ -21,7 +21,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -85,7 +84,16 @@ class Authority:
         """Its certificate, PEM: what both sides trust."""
         return _pem(self._certificate)
 
-    def issue(self, role: Role, name: str, **about: Any) -> Credentials:
+    def issue(
+        self,
+        role: Role,
+        name: str,
+        *,
+        hosts: Sequence[str] = (),
+        users: int = 0,
+        shuffler: str = "",
+        days: float = 365,
+    ) -> Credentials:
         """A new key and its certificate: a request and its signature, both on this machine.
 
         The name has 1 to 64 letters, digits, `.`, `_` or `-`; the rest is as for `sign`.
@@ -94,7 +102,9 @@ class Authority:
             ValueError: if an argument does not fit the role.
         """
         request = Request.create(name)
-        certificate = self.sign(request, role, **about)
+        certificate = self.sign(
+            request, role, hosts=hosts, users=users, shuffler=shuffler, days=days
+        )
         return Credentials(self.certificate, certificate, request.private_key)
 
     def sign(

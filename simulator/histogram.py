@@ -11,7 +11,7 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,7 +92,14 @@ def response_of(plan: PrivacyPlan) -> RandomisedResponse:
 
 
 def plan_for(
-    users: int, categories: int, accountant: AccountantName = "blanket", **given: Any
+    users: int,
+    categories: int,
+    accountant: AccountantName = "blanket",
+    *,
+    target_epsilon: float,
+    delta: float,
+    check_in_rate: float = 1.0,
+    local_epsilon: float | None = None,
 ) -> tuple[PrivacyPlan, str | None]:
     """The plan of one round with about the least error that the target allows.
 
@@ -100,8 +107,9 @@ def plan_for(
         users: n.
         categories: k, at least 2.
         accountant: prices the round. Without blankets, if it does not count them.
-        given: `target_epsilon`, `delta`, `check_in_rate`, and `local_epsilon`, ε₀ of a report,
-            unless that is to be found.
+        target_epsilon, delta: of the round.
+        check_in_rate: γ.
+        local_epsilon: ε₀ of a report. Default: the best one.
 
     Returns:
         The plan, and its `unused_note`.
@@ -118,13 +126,16 @@ def plan_for(
         minimum_batch=1,
         shuffler_blankets="least-error" if counts else 0.0,
         accountant=accountant,
-        **given,
+        target_epsilon=target_epsilon,
+        delta=delta,
+        check_in_rate=check_in_rate,
+        local_epsilon=local_epsilon,
     )
     plan = calibrate(asked)
-    if not asked.open and (costs := plan.epsilon()) > plan.target_epsilon:
+    if not asked.open and (costs := plan.epsilon()) > target_epsilon:
         raise ValueError(
-            f"local_epsilon must be smaller for ε {plan.target_epsilon:g}: by {accountant}, "
-            f"{given['local_epsilon']:g} costs {costs:.4g}"
+            f"local_epsilon must be smaller for ε {target_epsilon:g}: by {accountant}, "
+            f"{local_epsilon:g} costs {costs:.4g}"
         )
     return plan, unused_note(asked, plan)
 

@@ -15,12 +15,12 @@ MOST_LINES = {
     "accounting": 3806,
     "clients": 1187,
     "deploy": 1877,
-    "learning": 3235,
+    "learning": 3233,
     "protocol": 1182,
     "results": 1361,
     "server": 1112,
-    "shuffler": 3033,
-    "simulator": 2903,
+    "shuffler": 3043,
+    "simulator": 2911,
     "src": 1770,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
