@@ -43,17 +43,15 @@ from shufl.accounting.numerics.worst_pairs import LEAST_NOISE, Pair, pairs_of, u
 from shufl.protocol.events import FixedSize, Shuffled
 from shufl.protocol.mechanisms import GaussianMechanism, LdpSgd, RandomisedResponse
 
-# Factors from one step of the ladder to the next; each is used if the one before overshoots.
-_LADDER_STEPS = 0.2, 0.45, 0.7
-_LADDER_END, _FURTHER = 1e-4, 1e-2  # in units of the least δ that is of interest
-_SMALL = 0.015  # mass moved into δ, relative to the bound, that is worth no further step
-_MOST = 0.4  # the most that may be moved into δ, relative to the last bound
-_GAIN = 0.99  # of the bound, by a step worth taking
-_AGAIN, _STALLED = 1.5, 0.95
-_HOPELESS = 3.0  # times the other bound: not worth a step
-# The other bounds are asked again once α - 1 is this much larger, or the first fell by less than
-# this factor since the last α.
-_OTHERS_EACH, _FLAT = 2.0, 0.8
+# The mass moved into δ, as a share of the bound: at first, and at most.
+_FIRST_SHARE, _MOST_SHARE = 0.125, 0.4
+_FACTOR, _FAR = 0.45, 0.03  # from one share that is tried to the next; and where all bounds stall
+_STALLED = 0.97  # of the last bound: all are asked, with shares far below
+_GAIN = 0.998  # of the bound, by a share worth taking
+_PATIENCE = 3  # the most α without a trial
+_HOPELESS = 2.0  # times the other bound: not worth a trial
+_NEGLIGIBLE = 1e-2  # in units of the least δ that is of interest
+_OTHERS_EACH = 2.0  # times α - 1: the other bounds are asked again
 _LARGER = 1.25, 2.0  # times γ: check-in rates at which swaps are asked too
 _AS_ALONE = 0.97  # of the bound of the report alone; above it, that bound is taken
 _LEAST_RATE = 1e-25  # at smaller rates only the report's own coin is counted on
@@ -168,54 +166,66 @@ class _Search:
         if crowd.terms == crowd.users:  # users report independently of each other
             rates = [each * crowd.rate for each in _LARGER if each * crowd.rate <= 1.0]
             bounds = [crowd.by_swaps, *bounds, *(crowd.at(rate).by_swaps for rate in rates)]
-        self._ladders = [_Ladder(bound, pair, crowd.rate, least) for bound in bounds]
-        self._negligible = _FURTHER * least
+        self._trials = [_Trials(bound, pair) for bound in bounds]
+        self._negligible = _NEGLIGIBLE * least
         # H_α does not rise in α: what bounded it before still does.
         self._least = crowd.rate
-        self._others_at = 0.0
+        self._fell, self._stalled = 1.0, True
+        self._asked = 0.0  # α - 1 at which the other bounds were asked last
 
     def divergence(self, alpha: float) -> float:
         """Returns an upper bound of H_α, a good one if α rises from call to call, from 1."""
         if self._least <= self._negligible:
             return self._least
-        first, *others = self._ladders
-        before, self._least = self._least, min(self._least, first.descend(alpha, self._least))
-        if alpha - 1.0 >= self._others_at or self._least > _FLAT * before:
-            self._others_at = _OTHERS_EACH * (alpha - 1.0)
+        first, *others = self._trials
+        before, guess = self._least, self._least * self._fell
+        self._least = min(before, first.bound(alpha, guess, before, self._stalled))
+        self._stalled = alpha == 1.0 or self._least > _STALLED * before
+        if self._stalled or alpha - 1.0 >= _OTHERS_EACH * self._asked:
+            self._asked = alpha - 1.0
             for other in others:
-                value = other.descend(alpha, self._least)
+                value = other.bound(alpha, self._least, self._least, self._stalled)
                 if value < self._least:
                     self._least = value
-                    self._ladders.remove(other)
-                    self._ladders.insert(0, other)
+                    self._trials.remove(other)
+                    self._trials.insert(0, other)
+        self._fell = self._least / before if alpha > 1.0 else 1.0
         return self._least
 
 
-class _Ladder:
-    """One bound at increasing α, which moves less and less mass into δ."""
+class _Trials:
+    """One bound at increasing α, and the share of it that is mass moved into δ."""
 
-    def __init__(
-        self, bound: Callable[[float, Pair, float], float], pair: Pair, rate: float, least: float
-    ) -> None:
-        self._bound, self._pair, self._end = bound, pair, _LADDER_END * least
-        self._lost, self._small = rate / 8.0, _SMALL
+    def __init__(self, bound: Callable[[float, Pair, float], float], pair: Pair) -> None:
+        self._bound, self._pair = bound, pair
+        self._share, self._factor = _FIRST_SHARE, _FACTOR
+        self._wait = self._waited = 0
 
-    def descend(self, alpha: float, known: float) -> float:
-        """Returns an upper bound of H_α; the search stops early if it cannot get below `known`."""
-        self._lost = min(self._lost, _MOST * known / alpha)
-        value = self._bound(alpha, self._pair, self._lost)
-        # A step without gain is tried again once a larger mass is moved, or if the bound stalls.
-        small = _SMALL if value > _STALLED * known else self._small
-        self._small = _SMALL
-        for step in _LADDER_STEPS:
-            while self._lost > max(self._end, small * value / alpha):
-                if value - 2.0 * alpha * self._lost > _HOPELESS * known:
-                    return value
-                lower = self._bound(alpha, self._pair, self._lost * step)
-                if lower > _GAIN * value:
-                    self._small = _AGAIN * alpha * self._lost / value
-                    value = min(value, lower)
-                    break
-                value, self._lost = lower, self._lost * step
-                small = self._small = _SMALL
+    def bound(self, alpha: float, guess: float, known: float, stalled: bool) -> float:
+        """Returns an upper bound of H_α, about `guess`; a good one only if it is below `known`."""
+        lost = min(self._share * guess, _MOST_SHARE * known) / alpha
+        value = self._bound(alpha, self._pair, lost)
+        self._waited += 1
+        if stalled:
+            value, lost = self._descended(alpha, value, lost, _FAR, math.inf)
+        if stalled or self._waited > self._wait:
+            self._waited = 0
+            before = value
+            value, lost = self._descended(alpha, value, lost, self._factor, _HOPELESS * known)
+            if value == before:
+                self._factor = 1.0 / self._factor
+                value, lost = self._descended(alpha, value, lost, self._factor, _HOPELESS * known)
+            self._wait = 0 if value < before else min(2 * self._wait + 1, _PATIENCE)
+        self._share = alpha * lost / min(value, guess)
         return value
+
+    def _descended(
+        self, alpha: float, value: float, lost: float, factor: float, most: float
+    ) -> tuple[float, float]:
+        """Returns the bound and its mass after trials of masses changed by `factor`."""
+        while value - 2.0 * alpha * lost < most and factor * alpha * lost < _MOST_SHARE * value:
+            found = self._bound(alpha, self._pair, lost * factor)
+            if found > _GAIN * value:
+                break
+            value, lost = found, lost * factor
+        return value, lost
