@@ -161,14 +161,14 @@ def test_the_first_page_of_a_run_is_in_plain_words(run_folder):
     assert "It protected nobody" in text and "not somebody whom the data name" in text
     assert f"ε, which ends the run {epsilon_text(epsilons['theorem3'])} by theorem3" in text
     assert f"ε for every person {epsilon_text(epsilons['blanket'])} by blanket δ 1 in 200" in text
-    odds, sure = re.search(
-        r"e\^ε = (\S+) times .*? plus 1 in 200.*? most (\S+)% \(a coin", text
+    sure, odds = re.search(
+        r"most (\S+)% if both .*? e\^ε = (\S+) times .*? plus 1 in 200", text
     ).groups()
     exact = math.exp(epsilons["blanket"]), bounds(epsilons["blanket"], 1 / 200)
     assert exact[0] <= float(odds) <= 1.001 * exact[0]
     assert exact[1] <= float(sure) <= exact[1] + 0.1
     assert "theorem3, whose ε ends the run, looks at the homogeneous pair alone" in text
-    assert "promises nothing to real people. For that pair a guess is at most" in text
+    assert "promises nothing to real people. For that pair the guess is right" in text
     assert (
         "honest, for the ε of blanket" in text
         and "adds updates of nobody, which are noise alone" in text
