@@ -4,8 +4,6 @@ Each attack runs client, shuffler and server. The adversary compares two worlds,
 the canary, holds opposite records; what it shows of δ(ε) is a lower bound at 99 %.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import numpy as np

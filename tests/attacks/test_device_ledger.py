@@ -1,7 +1,5 @@
 """One round offered to a device again and again, and budgets spread over many runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """A server that asks for less privacy than the shuffler's operator allows."""
 
-from __future__ import annotations
-
 import pytest
 
 import shuffler_world
@@ -19,7 +17,7 @@ FLOOR = {"least_blankets": 5.0, "least_batch": 20, "most_rounds": 3}
 LENGTH = sealed_length(20)
 
 
-def plan(**changes) -> bytes:
+def plan(**changes):
     """One that is exactly at the floor."""
     at_the_floor = {"minimum_batch": 20, "shuffler_blankets": 5.0, "rounds": 3}
     return shuffler_world.plan(50, **at_the_floor | changes)
@@ -34,7 +32,7 @@ def control():
         yield client
 
 
-def words_of_refusal(call, *arguments) -> str:
+def words_of_refusal(call, *arguments):
     with pytest.raises(ShufflerRefused) as refused:
         call(*arguments)
     assert refused.value.reason is Refusal.BELOW_FLOOR

@@ -1,7 +1,5 @@
 """A server that shows every node another key or another model, to tell the nodes apart."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from flwr.app import ArrayRecord

@@ -1,11 +1,8 @@
 """The server decides every byte of a message to a node: memory and log of the node stay small."""
 
-from __future__ import annotations
-
 import re
 import tracemalloc
 import types
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -33,7 +30,7 @@ EVENT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) [
 class Device:
     """The real process of a node of a deployment, without Flower, and its socket."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.rehearsal = Rehearsal(deployment_of(folder, 1, 2), folder, folder / "s")
         self.site = self.rehearsal.folder / "ward-1"
         self.log = self.site / "node.out"
@@ -46,7 +43,7 @@ class Device:
         self.round = {**self.question, "round": 1, "public_key": b"k" * 32, "seconds": 30.0}
         self.model = ArrayRecord(settings.make_model().state_dict())
 
-    def call(self, kind: str, message: bytes | dict) -> tuple[str, str]:
+    def call(self, kind, message):
         """The code and the details of a refusal; of an answer `OK`."""
         if isinstance(message, dict):
             message = recorddict_to_proto(RecordDict(message)).SerializeToString()
@@ -87,7 +84,7 @@ def test_a_digest_of_20_megabytes_is_refused_before_it_is_read(device, kind, com
     assert device.log.stat().st_size == log
 
 
-def with_two(record: str, model: ArrayRecord, fields: dict) -> bytes:
+def with_two(record, model, fields):
     """A message that has two records of a name, or two arrays, or two values."""
     message = recorddict_to_proto(RecordDict({"model": model, "round": ConfigRecord(fields)}))
     items = {item.key: item for item in message.items}
@@ -100,19 +97,19 @@ def with_two(record: str, model: ArrayRecord, fields: dict) -> bytes:
     return message.SerializeToString()
 
 
-def many_records(number: int) -> bytes:
+def many_records(number):
     """Records without a name or a value, each of which has two bytes."""
     return b"\x0a\x00" * number
 
 
-def many_arrays(number: int) -> bytes:
+def many_arrays(number):
     """A model of arrays without a name or a value, each of which has two bytes."""
     message = RecordDictMessage()
     message.items.add(key="model").array_record.MergeFromString(many_records(number))
     return message.SerializeToString()
 
 
-def declares(shape: str, model: ArrayRecord) -> ArrayRecord:
+def declares(shape, model):
     """The model, the first of whose arrays says that it has another shape."""
     message = recorddict_to_proto(RecordDict({"model": model})).items[0].array_record
     changed = ArrayRecordMessage.FromString(message.SerializeToString())
@@ -223,7 +220,7 @@ def test_a_record_of_arrays_is_no_question():
         Question.read(ArrayRecord([np.zeros(3)]))
 
 
-def many_values(number: int) -> bytes:
+def many_values(number):
     """A record of values without a name or a value, each of which has two bytes."""
     message = RecordDictMessage()
     message.items.add(key="round").config_record.MergeFromString(many_records(number))

@@ -1,7 +1,5 @@
 """Who checked in: by who sends, and by how many are empty."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -3,17 +3,13 @@
 Whoever runs it, or has its disk, would release a round twice, or collect its users' reports twice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -38,12 +34,12 @@ from shufl.shuffler.wire.control_client import RecordClient
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., World]]:
+def start():
     """Starts shufflers of one authority and one server key."""
     authority, keys = Authority.create(), []
     with ExitStack() as stack:
 
-        def starter(directory: Path, kind=ShufflerProcess, **options: object) -> World:
+        def starter(directory, kind=ShufflerProcess, **options):
             process = kind(directory, authority=authority, **options)
             world = World(stack.enter_context(process))
             stack.callback(world.close)
@@ -54,13 +50,13 @@ def start() -> Iterator[Callable[..., World]]:
         yield starter
 
 
-def events(world: World) -> list[tuple[str, int | None]]:
+def events(world):
     with RecordClient(world.process.address, world.process.monitor) as client:
         return [(line["event"], line.get("round")) for line in verify(client.entries())]
 
 
 @pytest.mark.slow
-def test_a_killed_shuffler_releases_nothing_of_what_it_had_taken(start, memory_path: Path):
+def test_a_killed_shuffler_releases_nothing_of_what_it_had_taken(start, memory_path):
     """One round was closed, one is being released, one is open; and the disk is as it was."""
     place = memory_path / "directory"
     world = start(place)
@@ -96,9 +92,7 @@ def test_a_killed_shuffler_releases_nothing_of_what_it_had_taken(start, memory_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [148, pytest.param(2**18 + 5, marks=pytest.mark.nightly)])
-def test_a_report_on_its_way_when_the_shuffler_is_killed_is_in_no_batch(
-    start, memory_path: Path, length: int
-):
+def test_a_report_on_its_way_when_the_shuffler_is_killed_is_in_no_batch(start, memory_path, length):
     """The client tries again by itself, and finds another process on the same address."""
     place, listen = memory_path / "directory", f"127.0.0.1:{free_port()}"
     world = start(place, listen=listen)
@@ -106,7 +100,7 @@ def test_a_report_on_its_way_when_the_shuffler_is_killed_is_in_no_batch(
     sent = [(user, os.urandom(length)) for user in range(300)]
     assert world.submit(header, sent[:20]) == [Verdict.ACCEPTED] * 20
 
-    def reports() -> Iterator[tuple[int, bytes]]:
+    def reports():
         nonlocal world
         yield from sent[20:200]
         kill(world)  # while the last of those are on their way
@@ -123,7 +117,7 @@ def test_a_report_on_its_way_when_the_shuffler_is_killed_is_in_no_batch(
 
 @pytest.mark.parametrize("how", ["rolled back", "copied"])
 def test_the_same_round_of_another_process_takes_none_of_the_old_one_s_reports(
-    start, memory_path: Path, how: str
+    start, memory_path, how
 ):
     """A copy of the directory that was made before the round was opened knows nothing of it.
 
@@ -169,7 +163,7 @@ def test_the_same_round_of_another_process_takes_none_of_the_old_one_s_reports(
     assert len(opened) == 1
 
 
-def test_a_shuffler_that_went_back_shows_another_history(start, memory_path: Path):
+def test_a_shuffler_that_went_back_shows_another_history(start, memory_path):
     """Whoever kept a check value of the record sees that it went back."""
     place, backup = memory_path / "directory", memory_path / "backup"
     world = start(place, ShufflerHere)
@@ -197,16 +191,16 @@ def test_a_shuffler_that_went_back_shows_another_history(start, memory_path: Pat
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_killed_at_any_moment_no_report_is_released_twice_and_the_record_is_whole(
-    start, memory_path: Path
+    start, memory_path
 ):
     """A server plays rounds as they come, on a shuffler that is killed again and again."""
     place, listen = memory_path / "directory", f"127.0.0.1:{free_port()}"
     world = start(place, listen=listen)
-    seen: list[bytes] = []
+    seen = []
     played, moments = itertools.count(1), random.Random(1)
     stop = threading.Event()
 
-    def serve() -> None:
+    def serve():
         while not stop.is_set():
             number = next(played)
             try:
@@ -234,7 +228,7 @@ def test_killed_at_any_moment_no_report_is_released_twice_and_the_record_is_whol
     stop.set()
     serving.join(LIMIT)
     assert len(set(seen)) == len(seen) >= 30 * 6
-    said: dict[int, list[str]] = {}
+    said = {}
     for event, number in events(world)[1:]:
         said.setdefault(number, []).append(event)
     assert all(len(what) == 2 and what[0] == "opened" for what in said.values())

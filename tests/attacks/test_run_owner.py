@@ -1,7 +1,5 @@
 """Another server's run: the caller has a server's certificate, but did not create the run."""
 
-from __future__ import annotations
-
 import pytest
 
 from shuffler_world import PUBLIC_KEY, ShufflerHere, plan, refusal

@@ -1,7 +1,5 @@
 """A node that would report once at each of several shufflers, as they are provisioned."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from types import SimpleNamespace
 

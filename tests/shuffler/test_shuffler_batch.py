@@ -1,7 +1,5 @@
 """The batch of a round: order, room, pieces, and what is on disk. In process, on real files."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -9,7 +7,6 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,25 +30,23 @@ FALSE_ALARM = 1e-6
 ORDERS = list(itertools.permutations(range(5)))
 
 
-def batch(place: Path, length: int, users: int, own: int = 0, uploads: int = 0) -> Batch:
+def batch(place, length, users, own=0, uploads=0):
     return Batch(place, length, users, users + own + uploads, uploads, allocate=False)
 
 
 @pytest.fixture
-def pieces_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def pieces_of(monkeypatch):
     """Sets how many bytes a piece of a long report has: a multiple of 16, as the real one is."""
     return lambda length: monkeypatch.setattr(module, "PIECE_BYTES", length)
 
 
-def add_piece(
-    of: Batch, user: int, content: bytes, start: int, upload: int = 0, sender: str = "node"
-) -> Verdict | None:
+def add_piece(of, user, content, start, upload=0, sender="node"):
     """Adds one piece of a user's report."""
     piece = content[start : start + module.PIECE_BYTES]
     return of.add(sender, only(user), 500, piece, Piece(upload, start, len(content)))
 
 
-def read(full: Batch, limit: int = 2**20) -> list[bytes]:
+def read(full, limit=2**20):
     """Everything, in chunks of `limit` bytes; longer reports in pieces."""
     full.end()
     reports, pieces = [], []
@@ -67,12 +62,12 @@ def read(full: Batch, limit: int = 2**20) -> list[bytes]:
     return reports
 
 
-def on_disk(of: Batch) -> bytes:
+def on_disk(of):
     """The batch's file as the file system has it."""
     return Path(f"/proc/self/fd/{of._descriptor}").read_bytes()
 
 
-def p_value(counts: Counter, cells: list) -> float:
+def p_value(counts, cells):
     assert set(counts) <= set(cells)
     return chisquare([counts[cell] for cell in cells]).pvalue
 
@@ -83,7 +78,7 @@ def test_all_orders_of_five_reports_are_equally_likely(memory_path, pieces_of):
     Their slots go to those that come later.
     """
     pieces_of(16)
-    orders: Counter = Counter()
+    orders = Counter()
     zero, one, two, three, four = (bytes([number]) * 32 for number in range(5))
     for _ in range(1800):
         five = batch(memory_path, 32, 4, own=1, uploads=2)
@@ -172,7 +167,7 @@ def test_an_ended_batch_takes_nothing_more_and_a_destroyed_one_gives_nothing(
 
 
 @pytest.mark.parametrize("limit", [64, 2999, 3000, 9000, 2**20])
-def test_a_batch_is_read_again_as_it_was(memory_path, limit: int):
+def test_a_batch_is_read_again_as_it_was(memory_path, limit):
     some = batch(memory_path, 3000, 20)
     sent = [os.urandom(3000) for _ in range(20)]
     for user, sealed in enumerate(sent):
@@ -232,11 +227,11 @@ def test_of_too_many_long_reports_those_go_that_are_idle_or_of_whoever_has_most(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     some = batch(memory_path, 32, 9, uploads=4)
 
-    def begin(sender: str, upload: int, start: int = 0) -> Verdict | None:
+    def begin(sender, upload, start=0):
         clock.now += 1.0
         return add_piece(some, upload, bytes(32), start, upload, sender)
 
-    def on_their_way() -> set[tuple[str, int]]:
+    def on_their_way():
         return set(some._uploads)
 
     greedy = [("greedy", upload) for upload in range(4)]
@@ -284,7 +279,7 @@ def test_its_file_has_no_name_and_no_bytes_come_twice(memory_path, pieces_of, mo
     place.mkdir()
     some = Batch(place, 64, 3, 3, 1, allocate=False)
     assert not list(place.iterdir())
-    blocks: Counter[bytes] = Counter()
+    blocks = Counter()
     for user in (0, 1):
         some.add("node", only(user), 9, bytes(64))
     before = b""
@@ -330,7 +325,7 @@ def test_many_threads_lose_and_double_nothing(memory_path, pieces_of):
     some = batch(memory_path, 40, 500, own=51, uploads=2)
     together = threading.Barrier(6)
 
-    def submit(thread: int) -> Counter:
+    def submit(thread):
         together.wait(LIMIT)
         verdicts = Counter()
         for user in range(500):
@@ -343,7 +338,7 @@ def test_many_threads_lose_and_double_nothing(memory_path, pieces_of):
                 verdicts[some.add("node", only(user), 500, content)] += 1
         return verdicts
 
-    def make(keep: bool) -> Counter:
+    def make(keep):
         together.wait(LIMIT)
         for number in range(50):
             assert some.add_own(b"\xff" + number.to_bytes(39, "big"), keep=keep)
@@ -361,7 +356,7 @@ def test_many_threads_lose_and_double_nothing(memory_path, pieces_of):
     some.close()
 
 
-def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk: Path):
+def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk):
     store = RunStore(tiny_disk / "directory")
     store.create_run("large", plan(1000), 20_000)
     for _ in range(2):
@@ -377,7 +372,7 @@ def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk: Path):
     store.close()
 
 
-def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk: Path, pieces_of):
+def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk, pieces_of):
     """A simulation's: and the reports that are in it stay."""
     pieces_of(10_000)
     store = RunStore(tiny_disk / "directory", Limits(uploads=1), durable=False)

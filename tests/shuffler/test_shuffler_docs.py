@@ -1,7 +1,5 @@
 """What docs/shuffler.md tells an operator to do works as it is printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -22,12 +20,12 @@ PAGE = (ROOT / "docs" / "shuffler.md").read_text(encoding="utf-8")
 START = "shufl shuffler --config shuffler.toml"
 
 
-def printed(language: str) -> str:
+def printed(language):
     return "".join(re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M))
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path):
     """Of a shell that finds `shufl`."""
     shufl = tmp_path / "bin" / "shufl"
     shufl.parent.mkdir()
@@ -38,9 +36,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(
-    tmp_path: Path, environment: dict[str, str]
-):
+def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(tmp_path, environment):
     place = tmp_path / "empty"
     place.mkdir()
     *commands, last = re.findall(r"^\$ (.*)", printed("console"), re.M)

@@ -1,19 +1,15 @@
 """Peers that are slow, silent, or gone without a word."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import World, in_release, raw_channel
+from shuffler_world import in_release, raw_channel
 from shufl.shuffler import (
     IntakeClient,
     Outcome,
@@ -32,15 +28,13 @@ IDLE = 0.2
 
 
 @pytest.mark.parametrize(("length", "known"), [(100, 1), (PIECE_BYTES + 1, 4)])
-def test_a_report_is_sent_before_the_next_is_made(
-    here: Callable[..., World], length: int, known: int
-):
+def test_a_report_is_sent_before_the_next_is_made(here, length, known):
     """However long that takes. A short one may wait for the next while calls are under way."""
     world = here(limits={"idle_seconds": IDLE})
     header = world.begin(report_bytes=length, users=4)
     sent = [os.urandom(length) for _ in range(4)]
 
-    def reports() -> Iterator[tuple[int, bytes]]:
+    def reports():
         for user, sealed in enumerate(sent):
             due = min(user, known)
             wait_until(lambda: accepted(world) >= due, LIMIT, "the report before")  # noqa: B023
@@ -52,11 +46,11 @@ def test_a_report_is_sent_before_the_next_is_made(
     assert sorted(world.control.release("run", 1)) == sorted(sent)
 
 
-def accepted(world: World) -> float:
+def accepted(world):
     return world.process.scrape().get('shufl_reports_total{verdict="ACCEPTED"}', 0)
 
 
-def ended(world: World) -> float:
+def ended(world):
     """How many calls the shuffler has ended because they said nothing."""
     return world.process.scrape().get('shufl_refusals_total{reason="IDLE"}', 0)
 
@@ -64,7 +58,7 @@ def ended(world: World) -> float:
 NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1)]
 
 
-def test_a_node_that_does_not_take_its_answers_keeps_only_itself_out(here: Callable[..., World]):
+def test_a_node_that_does_not_take_its_answers_keeps_only_itself_out(here):
     authority = Authority.create()
     world = here(authority=authority, limits={"calls_per_sender": 2})
     header = world.begin()
@@ -109,14 +103,14 @@ while True:
 
 
 @pytest.fixture
-def relay() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def relay():
     """Starts processes that pass connections on to an address, with pauses between bursts.
 
     A pause ends with a line on standard input.
     """
-    relays: list[subprocess.Popen[bytes]] = []
+    relays = []
 
-    def starter(address: str, burst: int = 0, pauses: float = 0) -> subprocess.Popen[bytes]:
+    def starter(address, burst=0, pauses=0):
         numbers = address.rpartition(":")[2], burst, pauses
         command = [sys.executable, "-c", RELAY, *map(str, numbers)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
@@ -167,7 +161,7 @@ def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(here, rela
 
 
 @pytest.mark.slow
-def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(here, tmp_path: Path):
+def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(here, tmp_path):
     log = tmp_path / "log"
     world = here(log_file=log, limits={"idle_seconds": IDLE})
     release = in_release(world)
@@ -178,9 +172,7 @@ def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(here, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_release_that_nobody_reads_does_not_hold_up_the_end(
-    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_release_that_nobody_reads_does_not_hold_up_the_end(here, monkeypatch):
     monkeypatch.setattr(grpc_server, "_STOP_SECONDS", 0.0)
     world = here(limits={"idle_seconds": IDLE, "stop_seconds": 2 * LIMIT})
     release = in_release(world)

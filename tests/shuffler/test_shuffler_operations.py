@@ -1,15 +1,11 @@
 """Health, metrics, logs, limits, shutdown; and what arbitrary bytes do."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
 import os
 import re
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 import pytest
@@ -23,7 +19,6 @@ from shuffler_world import (
     KEY_DIGEST,
     PUBLIC_KEY,
     Silence,
-    World,
     exit_code,
     in_release,
     logged,
@@ -44,7 +39,7 @@ from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.connection import Stub
 
 
-def test_metrics_count_reasons_and_the_log_names_nobody(here: Callable[..., World], tmp_path: Path):
+def test_metrics_count_reasons_and_the_log_names_nobody(here, tmp_path):
     log = tmp_path / "log"
     world = here(log_file=log)
     header = world.begin(minimum_batch=2)
@@ -82,7 +77,7 @@ def test_metrics_count_reasons_and_the_log_names_nobody(here: Callable[..., Worl
     assert not re.search(r"node|user|127\.0\.0\.1", json.dumps(lines))
 
 
-def test_health_is_told_to_a_monitor(shared: World):
+def test_health_is_told_to_a_monitor(shared):
     with raw_channel(shared, shared.process.monitor) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT)
@@ -92,7 +87,7 @@ def test_health_is_told_to_a_monitor(shared: World):
         assert unserved.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def until_calls_are_refused(world: World) -> None:
+def until_calls_are_refused(world):
     with ControlClient(world.process.address, world.process.control, timeout=LIMIT) as other:
         while True:
             try:
@@ -102,9 +97,7 @@ def until_calls_are_refused(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(
-    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(here, monkeypatch):
     """Also where other calls get no time at all."""
     monkeypatch.setattr(grpc_server, "_STOP_SECONDS", 0.0)
     world = here(limits={"stop_seconds": LIMIT})
@@ -117,9 +110,7 @@ def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(
 
 
 @pytest.mark.slow
-def test_a_release_at_the_end_gets_no_more_than_its_time(
-    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_release_at_the_end_gets_no_more_than_its_time(here, monkeypatch):
     monkeypatch.setattr(grpc_server, "_STOP_SECONDS", 0.0)
     world = here(limits={"stop_seconds": 0.1})
     release = in_release(world)
@@ -129,9 +120,7 @@ def test_a_release_at_the_end_gets_no_more_than_its_time(
 
 
 @pytest.mark.slow
-def test_a_release_at_sigterm_goes_on_until_a_second_signal(
-    start: Callable[..., World], tmp_path: Path
-):
+def test_a_release_at_sigterm_goes_on_until_a_second_signal(start, tmp_path):
     world = start(tmp_path / "directory", limits={"stop_seconds": 2 * LIMIT})
     release = in_release(world)
     os.kill(world.process.pid, signal.SIGTERM)
@@ -148,10 +137,10 @@ def test_the_parent_waits_longer_than_its_child():
         assert ShufflerProcess(limits=limits).stop_timeout > stop_seconds
 
 
-def test_a_message_with_more_reports_than_a_client_sends_at_once_is_refused(shared: World):
+def test_a_message_with_more_reports_than_a_client_sends_at_once_is_refused(shared):
     shared.begin("many", users=1000)
 
-    def message(number: int) -> shuffler_pb2.SubmitRequest:
+    def message(number):
         users = range(number)
         return shuffler_pb2.SubmitRequest(run_id="many", users=users, sealed=bytes(number))
 
@@ -164,7 +153,7 @@ def test_a_message_with_more_reports_than_a_client_sends_at_once_is_refused(shar
 
 
 @pytest.fixture(scope="module")
-def fuzzed(shared: World):
+def fuzzed(shared):
     """A round, and a channel for each role."""
     shared.control.create_run("run", plan(50, 1), 64)
     nonce = shared.control.open_round("run", 1, "m", PUBLIC_KEY)
@@ -189,7 +178,7 @@ REQUESTS = st.builds(
 )
 
 
-def verdicts_due(request) -> range:
+def verdicts_due(request):
     """How many there may be: one for each report, at most one for a piece; none: malformed."""
     users = len(request.users)
     alone = request.length or request.count > 1
@@ -244,7 +233,7 @@ METHODS = {
 
 
 @st.composite
-def damaged(draw, whole: bytes) -> bytes:
+def damaged(draw, whole):
     """Any bytes, or those of a message cut or with a bit flipped."""
     kind = draw(st.sampled_from(["any", "cut", "flip"]))
     if kind == "any":
@@ -257,7 +246,7 @@ def damaged(draw, whole: bytes) -> bytes:
     return bytes(flipped)
 
 
-def service_of(method: str) -> str:
+def service_of(method):
     return method.split("/")[1].rpartition(".")[2]
 
 
@@ -287,7 +276,7 @@ def test_any_bytes_are_answered_in_our_words_and_the_shuffler_goes_on(fuzzed, da
 MALFORMED = 'shufl_refusals_total{reason="MALFORMED"}'
 
 
-def parses(kind: type, message: bytes) -> bool:
+def parses(kind, message):
     try:
         kind.FromString(message)
     except DecodeError:
@@ -296,7 +285,7 @@ def parses(kind: type, message: bytes) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_call_that_says_nothing_is_malformed(shared: World, method: str):
+def test_a_call_that_says_nothing_is_malformed(shared, method):
     role = shared.process.submit if "Intake" in method else shared.process.control
     with raw_channel(shared, role) as channel:
         call = channel.stream_stream(method)
@@ -309,9 +298,7 @@ def test_a_call_that_says_nothing_is_malformed(shared: World, method: str):
     ("messages", "why"),
     [(0, Refusal.IDLE), (1, Refusal.IDLE), (2, Refusal.MALFORMED)],
 )
-def test_a_call_that_does_not_end_with_its_message_is_ended_and_not_answered(
-    here: Callable[..., World], messages: int, why: Refusal
-):
+def test_a_call_that_does_not_end_with_its_message_is_ended_and_not_answered(here, messages, why):
     """Else who reads no answer might send more and more: gRPC keeps 2 MB of it for each call."""
     limits = {"idle_seconds": 0.01 if why is Refusal.IDLE else LIMIT}
     world, silent = here(limits=limits), Silence()

@@ -1,15 +1,9 @@
 """Who may call what; and TLS that is not what it should be."""
 
-from __future__ import annotations
-
 import datetime
 import shutil
 import signal
 import ssl
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from ports import free_port
 from run_world import LIMIT, wait_until
@@ -83,13 +77,13 @@ def guarded():
         world.close()
 
 
-def credentials(role: str, authority: Authority = AUTHORITY, **options) -> Credentials:
+def credentials(role, authority=AUTHORITY, **options):
     options.setdefault("users", 10 if role == "node" else 0)
     options.setdefault("hosts", ["127.0.0.1"] if role == "shuffler" else ())
     return authority.issue(Role(role), f"a-{role}", **options)
 
 
-def attempt(channel: grpc.Channel, call: str) -> grpc.StatusCode:
+def attempt(channel, call):
     """The status that a call ends with; a run `nobody` knows nothing, if it is let through."""
     try:
         list(channel.stream_stream(call)(iter([CALLS[call].SerializeToString()]), timeout=LIMIT))
@@ -106,7 +100,7 @@ LET_THROUGH = {
 
 
 @pytest.mark.parametrize("role", ALLOWED)
-def test_each_role_may_make_its_own_calls_and_no_others(guarded: World, role: str):
+def test_each_role_may_make_its_own_calls_and_no_others(guarded, role):
     with raw_channel(guarded, credentials(role)) as channel:
         for call in CALLS:
             expected = grpc.StatusCode.PERMISSION_DENIED
@@ -115,7 +109,7 @@ def test_each_role_may_make_its_own_calls_and_no_others(guarded: World, role: st
             assert attempt(channel, call) is expected, call
 
 
-def signed(place: Path, uri: str) -> Credentials:
+def signed(place, uri):
     """A client's certificate that says this; not of our making, but of the authority's key."""
     AUTHORITY.write(place)
     signer = serialization.load_pem_private_key((place / "authority.key").read_bytes(), None)
@@ -153,7 +147,7 @@ def signed(place: Path, uri: str) -> Credentials:
     ],
 )
 def test_a_certificate_that_says_more_than_it_should_is_nobody_s(
-    guarded: World, tmp_path: Path, uri: str, call: str, status: grpc.StatusCode
+    guarded, tmp_path, uri, call, status
 ):
     issued = signed(tmp_path, uri)
     assert (caller_of(issued.certificate) is None) == (status is not grpc.StatusCode.OK)
@@ -162,7 +156,7 @@ def test_a_certificate_that_says_more_than_it_should_is_nobody_s(
 
 
 @pytest.mark.parametrize("call", [SUBMIT, CHECK])
-def test_a_node_may_call_the_shuffler_that_its_certificate_names_alone(guarded: World, call: str):
+def test_a_node_may_call_the_shuffler_that_its_certificate_names_alone(guarded, call):
     for name, status in (
         ("shuffler", grpc.StatusCode.OK),
         ("shuffler-2", grpc.StatusCode.PERMISSION_DENIED),
@@ -173,12 +167,12 @@ def test_a_node_may_call_the_shuffler_that_its_certificate_names_alone(guarded: 
             assert attempt(channel, call) is status
 
 
-def of_a_stranger() -> Credentials:
+def of_a_stranger():
     other = credentials("node", Authority.create())
     return Credentials(AUTHORITY.certificate, other.certificate, other.private_key)
 
 
-STRANGERS: dict[str, Callable[[World], grpc.Channel]] = {
+STRANGERS = {
     "no certificate": lambda world: grpc.secure_channel(
         world.process.address, grpc.ssl_channel_credentials(AUTHORITY.certificate)
     ),
@@ -191,7 +185,7 @@ STRANGERS: dict[str, Callable[[World], grpc.Channel]] = {
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_no_call_of_a_stranger_arrives(guarded: World, stranger: str):
+def test_no_call_of_a_stranger_arrives(guarded, stranger):
     with STRANGERS[stranger](guarded) as channel:
         for call in CALLS:
             assert attempt(channel, call) is grpc.StatusCode.UNAVAILABLE, call
@@ -200,7 +194,7 @@ def test_no_call_of_a_stranger_arrives(guarded: World, stranger: str):
 @pytest.mark.parametrize(
     "wrong", ["authority", "name", "expired", "role"], ids=lambda wrong: f"wrong-{wrong}"
 )
-def test_clients_refuse_a_shuffler_that_is_not_the_one(wrong: str):
+def test_clients_refuse_a_shuffler_that_is_not_the_one(wrong):
     issued = {
         "authority": lambda: credentials("shuffler", Authority.create()),
         "name": lambda: credentials("shuffler", hosts=["127.0.0.2", "elsewhere.example"]),
@@ -221,7 +215,7 @@ def test_clients_refuse_a_shuffler_that_is_not_the_one(wrong: str):
             list(intake.submit(header, [(0, bytes(LENGTH))]))
 
 
-def test_a_credential_reports_for_its_own_users_and_each_once(guarded: World):
+def test_a_credential_reports_for_its_own_users_and_each_once(guarded):
     header = guarded.begin("users", minimum_batch=3, users=4)
     nodes = [AUTHORITY.issue(Role.NODE, name, users=2) for name in ("a", "b", "c")]
     verdicts = []
@@ -243,14 +237,12 @@ def test_a_credential_reports_for_its_own_users_and_each_once(guarded: World):
 ACCEPTED = 'shufl_reports_total{verdict="ACCEPTED"}'
 
 
-def test_a_certificate_that_expires_is_nobody_s_on_an_open_connection_too(
-    guarded: World, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_certificate_that_expires_is_nobody_s_on_an_open_connection_too(guarded, monkeypatch):
     node, server = credentials("node", days=1), credentials("server", days=1)
     assert caller_of(node.certificate) == Caller(Role.NODE, "a-node", 10)
     header = guarded.begin("expiry")
 
-    def accepted() -> float:
+    def accepted():
         return guarded.process.scrape().get(ACCEPTED, 0)
 
     def reports():
@@ -284,7 +276,7 @@ def test_what_a_certificate_says():
 @pytest.mark.parametrize(
     ("role", "options"), [("node", {"users": 7}), ("server", {}), ("shuffler", {"hosts": ["x"]})]
 )
-def test_a_certificate_names_its_key_and_the_authority_s(role: str, options: dict):
+def test_a_certificate_names_its_key_and_the_authority_s(role, options):
     """Without them Python 3.13 trusts none."""
     own, authority = (
         x509.load_pem_x509_certificate(pem).extensions
@@ -299,7 +291,7 @@ def test_a_certificate_names_its_key_and_the_authority_s(role: str, options: dic
 
 
 @pytest.mark.parametrize("host", ["", "a/b", "/", "a b", "a:9000", "http://a", "é", "a..b", "-a"])
-def test_a_host_is_a_name_or_an_address(host: str):
+def test_a_host_is_a_name_or_an_address(host):
     with pytest.raises(ValueError, match="a host is a DNS name or an IP address"):
         credentials("shuffler", hosts=[host])
     credentials("shuffler", hosts=["localhost", "a-b.example", "*.example", "::1", "10.0.0.1"])
@@ -317,7 +309,7 @@ def test_no_certificate_outlives_its_authority():
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "inf", "-inf", "nan", "1e9", "36501"])
-def test_impossible_days_are_one_line(tmp_path: Path, days: str):
+def test_impossible_days_are_one_line(tmp_path, days):
     refused = keys("authority", str(tmp_path / "keys"), f"--days={days}")
     assert refused.exit_code == 2
     assert refused.stderr.startswith("error: --days lies in (0, 36500], got ")
@@ -325,12 +317,12 @@ def test_impossible_days_are_one_line(tmp_path: Path, days: str):
     assert not (tmp_path / "keys").exists()
 
 
-def keys(*arguments: str) -> Result:
+def keys(*arguments):
     return CliRunner().invoke(keys_app, arguments)
 
 
 @pytest.mark.slow
-def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
+def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path):
     authority, place = tmp_path / "authority", tmp_path / "keys"
     assert keys("authority", str(authority)).exit_code == 0
     for name, *options in (
@@ -370,14 +362,14 @@ def test_the_command_makes_what_a_shuffler_and_its_clients_need(tmp_path: Path):
         assert list(control.release("run", 1)) == [bytes(LENGTH)]
 
 
-def opened(control: ControlClient) -> RoundHeader:
+def opened(control):
     """Of the first round of a run."""
     digest = control.create_run("run", plan(), LENGTH)
     nonce = control.open_round("run", 1, "m", PUBLIC_KEY)
     return RoundHeader("run", 1, "m", digest, KEY_DIGEST, nonce)
 
 
-def hang_up(child: subprocess.Popen[str], log: Path, event: str) -> None:
+def hang_up(child, log, event):
     """SIGHUP; waits until the shuffler has logged this once more."""
     known = log.read_text().count(event)
     child.send_signal(signal.SIGHUP)
@@ -395,7 +387,7 @@ revoked = "revoked"
 
 
 @pytest.mark.slow
-def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: Path):
+def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path):
     config, revoked, log = tmp_path / "c.toml", tmp_path / "revoked", tmp_path / "log"
     metrics = f"127.0.0.1:{free_port()}"
     config.write_text(f'metrics = "{metrics}"\n{WITH_REVOKED}')
@@ -410,11 +402,11 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
     with shuffler_of(config) as child:
         address = listening(child)
 
-        def withdraw(*lines: str, event: str) -> None:
+        def withdraw(*lines, event):
             revoked.write_text("".join(f"{line}\n" for line in lines))
             hang_up(child, log, event)
 
-        def refused(call: Callable[[], object]) -> None:
+        def refused(call):
             with pytest.raises(ShufflerRefused) as error:
                 call()
             assert error.value.reason is Refusal.NOT_PERMITTED
@@ -436,7 +428,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
                 withdraw(withdrawn, event="credentials read: 1")
                 yield 1, bytes(LENGTH)
 
-            verdicts: list[Verdict] = []
+            verdicts = []
             refused(lambda: verdicts.extend(intake.submit(header, reports())))
             assert verdicts == [Verdict.ACCEPTED]
             refused(lambda: list(intake.submit(header, [(2, bytes(LENGTH))])))
@@ -454,7 +446,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path: 
 
 
 @pytest.mark.slow
-def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
+def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path):
     """The shuffler's at SIGHUP, a client's at its next call; one that is damaged is not."""
     config, revoked, log = (tmp_path / name for name in ("c.toml", "revoked", "log"))
     config.write_text(WITH_REVOKED)
@@ -465,12 +457,12 @@ def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
     with shuffler_of(config) as child:
         address = listening(child)
 
-        def renew(name: str, role: Role, **options: Any) -> bytes:
+        def renew(name, role, **options):
             request = Request.renew(tmp_path, name)
             write_whole(tmp_path / f"{name}.pem", AUTHORITY.sign(request, role, **options))
             return (tmp_path / f"{name}.pem").read_bytes()
 
-        def shown() -> bytes:
+        def shown():
             host, port = address.split(":")
             pem = ssl.get_server_certificate((host, int(port)))
             return x509.load_pem_x509_certificate(pem.encode()).fingerprint(hashes.SHA256())
@@ -481,7 +473,7 @@ def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
         ):
             header = opened(control)
 
-            def submit(user: int) -> list[Verdict]:
+            def submit(user):
                 return list(intake.submit(header, [(user, bytes(LENGTH))]))
 
             assert submit(0) == [Verdict.ACCEPTED]
@@ -518,7 +510,7 @@ def test_renewed_certificates_are_taken_while_a_round_is_open(tmp_path: Path):
                 later.create_run("another", plan(), LENGTH)
 
 
-def test_a_fingerprint_withdraws_however_it_is_written(tmp_path: Path):
+def test_a_fingerprint_withdraws_however_it_is_written(tmp_path):
     caller = caller_of(credentials("node").certificate)
     assert caller is not None
     with_colons = ":".join(caller.fingerprint[at : at + 2] for at in range(0, 64, 2))
@@ -541,7 +533,7 @@ SHA_1 = b":".join([b"AB"] * 20)
     ],
 )
 def test_a_list_of_withdrawn_credentials_that_cannot_be_read_is_one_line(
-    command, tmp_path: Path, content: bytes | None, words: str
+    command, tmp_path, content, words
 ):
     credentials("shuffler").write(tmp_path, "shuffler")
     if content is not None:

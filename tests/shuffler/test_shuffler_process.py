@@ -1,7 +1,5 @@
 """Starting and stopping: the command, its refusals, TLS, and the child process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -56,11 +54,11 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         ("listen = yes", "is not valid TOML"),
     ],
 )
-def test_bad_input_is_one_line(command, config: str, words: str):
+def test_bad_input_is_one_line(command, config, words):
     assert words in refused(command, config)
 
 
-def refused(command, config: str, **options: bool) -> str:
+def refused(command, config, **options):
     """The one line of a command that does not start."""
     done = command(config, **options)
     assert (done.returncode, done.stdout) == (2, "")
@@ -77,13 +75,13 @@ def refused(command, config: str, **options: bool) -> str:
         (DIRECTORY + "plaintext = true", "unknown key plaintext"),
     ],
 )
-def test_without_its_files_for_tls_it_does_not_start(command, config: str, words: str):
+def test_without_its_files_for_tls_it_does_not_start(command, config, words):
     assert words in refused(command, config, tls=False)
 
 
 @pytest.mark.parametrize("arguments", [["--config", "/nowhere.toml"], [], ["--bogus"]])
 def test_a_configuration_that_is_not_there_and_an_unknown_option_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    monkeypatch, capsys, arguments
 ):
     monkeypatch.setattr(sys, "argv", ["shufl", "shuffler", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -111,9 +109,7 @@ def test_a_taken_port_is_refused(here, command):
         ("key", "own.key: not the key of"),
     ],
 )
-def test_tls_files_that_no_client_would_accept_are_refused(
-    command, tmp_path: Path, wrong: str, words: str
-):
+def test_tls_files_that_no_client_would_accept_are_refused(command, tmp_path, wrong, words):
     authority = Authority.create()
     role = Role.SERVER if wrong == "client" else Role.SHUFFLER
     hosts = [] if wrong == "client" else ["127.0.0.1"]
@@ -133,7 +129,7 @@ def test_tls_files_that_no_client_would_accept_are_refused(
 
 
 @pytest.mark.slow
-def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path: Path):
+def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path):
     """As it does at SIGTERM: `test_shuffler_docs.py` and `test_shuffler_log.py` have that."""
     config = tmp_path / "shuffler.toml"
     config.write_text(DIRECTORY + tls_section(tmp_path / "tls")[1])
@@ -162,7 +158,7 @@ def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_temporary_directory_goes_at_the_end_also_where_the_child_ignores_sigterm(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch, tmp_path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ShufflerProcess() as process:
@@ -182,9 +178,7 @@ def test_only_what_is_certain_to_be_loopback_counts_as_loopback():
 
 
 @pytest.mark.slow
-def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_the_child_is_found_from_any_directory_and_ends_with_the_block(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with ShufflerProcess(Path("directory")) as process:
@@ -198,7 +192,7 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
 
 
 @pytest.mark.slow
-def test_a_child_that_does_not_start_says_why(tmp_path: Path):
+def test_a_child_that_does_not_start_says_why(tmp_path):
     with (
         pytest.raises(ShufflerUnavailable, match=r"exit code 2: shuffler: .*metrics only on"),
         ShufflerProcess(metrics="0.0.0.0:0"),
@@ -217,7 +211,7 @@ def test_importing_the_package_does_not_load_the_service():
 
 
 @pytest.mark.slow
-def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_along(tmp_path: Path):
+def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_along(tmp_path):
     script = (
         "import time; from shufl.shuffler import ShufflerProcess\n"
         "with ShufflerProcess() as process:\n"

@@ -1,7 +1,5 @@
 """A sealed report opens with the server's key, for its round, unchanged; and not otherwise."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import subprocess

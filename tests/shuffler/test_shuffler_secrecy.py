@@ -1,22 +1,19 @@
 """The shuffler never holds a plaintext, and forgets a batch that is released."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shuffler_world import World, open_batches
+from shuffler_world import open_batches
 from shufl.shuffler import seal, sealed_length
 
 MARKER = b"the plaintext marker that must stay sealed"
 
 
-def memory_holds(pid: int | str, needle: bytes) -> bool:
+def memory_holds(pid, needle):
     """Whether a writable region of the process's memory contains the bytes."""
     regions = Path(f"/proc/{pid}/maps").read_text().splitlines()
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
@@ -34,7 +31,7 @@ def memory_holds(pid: int | str, needle: bytes) -> bool:
     return False
 
 
-def disk_holds(world: World, directory: Path, needle: bytes) -> bool:
+def disk_holds(world, directory, needle):
     """Whether a file there contains the bytes, or one without a name that the process has."""
     named = [path for path in directory.rglob("*") if path.is_file()]
     files = list(Path(f"/proc/{world.process.pid}/fd").iterdir())
@@ -44,9 +41,7 @@ def disk_holds(world: World, directory: Path, needle: bytes) -> bool:
 
 
 @pytest.mark.slow
-def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(
-    start: Callable[..., World], tmp_path: Path
-):
+def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(start, tmp_path):
     if not os.access("/proc/self/mem", os.R_OK):
         pytest.skip("process memory cannot be read here")
     place, log = tmp_path / "directory", tmp_path / "log"

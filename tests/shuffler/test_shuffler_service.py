@@ -1,16 +1,12 @@
 """What the service promises, over real gRPC to a real process."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +14,6 @@ from run_world import LIMIT, wait_until
 from shuffler_world import (
     PAYLOAD_BYTES,
     PUBLIC_KEY,
-    World,
     fill_up,
     open_batches,
     payload,
@@ -44,7 +39,7 @@ from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.errors import Closed
 
 
-def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared: World):
+def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared):
     header = shared.begin("exactly")
     reports = shared.reports(header, 200)
     assert shared.submit(header, reports) == [Verdict.ACCEPTED] * 200
@@ -58,7 +53,7 @@ def test_a_release_is_exactly_the_accepted_reports_in_another_order(shared: Worl
     assert sorted(opened) == sorted(payload(user) for user in range(200))
 
 
-def test_a_discarded_batch_is_gone_whatever_its_size(here: Callable[..., World]):
+def test_a_discarded_batch_is_gone_whatever_its_size(here):
     world = here()
     header = world.begin("discard")
     world.submit(header, world.reports(header, 50))
@@ -74,11 +69,11 @@ def test_a_discarded_batch_is_gone_whatever_its_size(here: Callable[..., World])
     assert refusal(world.control.release, "discard", 2) is Refusal.DISCARDED
 
 
-def test_every_rule_has_its_verdict(shared: World):
+def test_every_rule_has_its_verdict(shared):
     header = shared.begin("verdicts", 5)
     [(user, sealed)] = shared.reports(header, 1)
 
-    def verdict(user: int = user, sealed: bytes = sealed, **changes: object) -> Verdict:
+    def verdict(user=user, sealed=sealed, **changes):
         return shared.submit(replace(header, **changes), [(user, sealed)])[0]
 
     assert verdict(run_id="nobody's") is Verdict.UNKNOWN_RUN
@@ -100,7 +95,7 @@ def test_every_rule_has_its_verdict(shared: World):
     assert verdict() is Verdict.UNKNOWN_RUN
 
 
-def test_verdicts_come_in_the_order_of_the_reports(shared: World):
+def test_verdicts_come_in_the_order_of_the_reports(shared):
     header = shared.begin("order", users=300)
     reports = shared.reports(header, 300)
     assert shared.submit(header, reports[:1]) == [Verdict.ACCEPTED]
@@ -128,7 +123,7 @@ def test_below_the_minimum_batch_nothing_is_released_and_no_count_is_told(here):
     assert world.control.close_round("run", 2).outcome is Outcome.RELEASABLE
 
 
-def test_a_batch_is_released_after_closing_in_one_order_until_the_round_is_ended(shared: World):
+def test_a_batch_is_released_after_closing_in_one_order_until_the_round_is_ended(shared):
     header = shared.begin("once")
     shared.submit(header, shared.reports(header, 30))
     release = shared.control.release
@@ -163,7 +158,7 @@ def test_a_release_that_is_broken_off_can_be_asked_for_again(here):
 
 
 def test_a_batch_that_the_server_leaves_is_destroyed_in_time(
-    here, tiny_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here, tiny_disk, tmp_path, monkeypatch
 ):
     """And where its end cannot be entered in the record, as soon as there is room again."""
     monkeypatch.setattr(grpc_server, "_MEMORY_SECONDS", 0.0)
@@ -181,7 +176,7 @@ def test_a_batch_that_the_server_leaves_is_destroyed_in_time(
     assert refusal(world.control.release, "run", 1) is Refusal.DISCARDED
 
 
-def test_rounds_increase_one_at_a_time_and_a_plan_never_changes(shared: World):
+def test_rounds_increase_one_at_a_time_and_a_plan_never_changes(shared):
     control = shared.control
     digest = control.create_run("rules", plan(10, 2), 64)
     assert digest == hashlib.sha256(plan(10, 2)).hexdigest()
@@ -205,7 +200,7 @@ def test_rounds_increase_one_at_a_time_and_a_plan_never_changes(shared: World):
 
 
 @pytest.mark.parametrize("sealing", ["x25519", "mlkem768-x25519"])
-def test_a_round_whose_reports_are_too_short_to_be_sealed_is_not_opened(shared: World, sealing):
+def test_a_round_whose_reports_are_too_short_to_be_sealed_is_not_opened(shared, sealing):
     """Those of the longer seal: too short for the other one, the run is refused."""
     length, key = sealed_length(0, sealing), generate_key_pair(sealing)[1]
     if sealing != "x25519":
@@ -220,16 +215,16 @@ def test_a_round_whose_reports_are_too_short_to_be_sealed_is_not_opened(shared: 
     "bad",
     [b"", b"no json", b"[1]", b"{}", plan(5, 6), plan(5, 0), plan(5, True), plan(5, 2.0)],
 )
-def test_a_plan_without_a_minimum_batch_is_refused(shared: World, bad: bytes):
+def test_a_plan_without_a_minimum_batch_is_refused(shared, bad):
     assert refusal(shared.control.create_run, "bad plan", bad, 64) is Refusal.MALFORMED
 
 
 @pytest.mark.parametrize("length", [0, 63, 64 * 2**20 + 1])
-def test_a_report_length_out_of_range_is_refused(shared: World, length: int):
+def test_a_report_length_out_of_range_is_refused(shared, length):
     assert refusal(shared.control.create_run, "bad length", plan(), length) is Refusal.MALFORMED
 
 
-def test_a_round_longer_than_the_file_system_allows_is_refused(here: Callable[..., World]):
+def test_a_round_longer_than_the_file_system_allows_is_refused(here):
     world, limit = here(), 2**30
     users = limit // 4096
     world.control.create_run("long", plan(users + 1), 4096)
@@ -249,10 +244,10 @@ def test_a_round_longer_than_the_file_system_allows_is_refused(here: Callable[..
 def test_closing_while_nodes_submit_splits_accepted_from_late(here):
     world = here()
     header = world.begin(users=15_000)
-    accepted: list[list[bytes]] = [[] for _ in range(3)]
+    accepted = [[] for _ in range(3)]
     late, closed = threading.Event(), threading.Event()
 
-    def node(number: int) -> None:
+    def node(number):
         sent = []
 
         def reports():
@@ -287,7 +282,7 @@ def test_closing_while_nodes_submit_splits_accepted_from_late(here):
     assert sorted(released) == sorted(itertools.chain.from_iterable(accepted))
 
 
-def test_reports_are_read_no_further_ahead_than_there_are_calls(shared: World):
+def test_reports_are_read_no_further_ahead_than_there_are_calls(shared):
     header = shared.begin("window", report_bytes=2**20, users=40)
     read = []
 
@@ -303,7 +298,7 @@ def test_reports_are_read_no_further_ahead_than_there_are_calls(shared: World):
     assert len(read) == 40
 
 
-def test_an_error_of_the_caller_s_generator_reaches_the_caller(shared: World):
+def test_an_error_of_the_caller_s_generator_reaches_the_caller(shared):
     header = shared.begin("generator")
 
     def reports():
@@ -315,7 +310,7 @@ def test_an_error_of_the_caller_s_generator_reaches_the_caller(shared: World):
 
 
 @pytest.mark.slow
-def test_the_largest_report_passes_and_a_larger_one_is_refused_here(shared: World):
+def test_the_largest_report_passes_and_a_larger_one_is_refused_here(shared):
     header = shared.begin("large", report_bytes=64 * 2**20, users=1)
     report = os.urandom(2**20) * 64
     assert shared.submit(header, [(0, report)]) == [Verdict.ACCEPTED]
@@ -361,6 +356,6 @@ def test_python_and_protocol_agree_on_verdicts_and_outcomes():
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1", ":5", "127.0.0.1:x", "::1:5", "h:65536"])
-def test_a_malformed_address_is_refused(address: str):
+def test_a_malformed_address_is_refused(address):
     with pytest.raises(ValueError, match="address"):
         IntakeClient(address, Authority.create().issue(Role.NODE, "node", users=1))

@@ -38,7 +38,7 @@ from shufl.shuffler.wire.seed_reader import read_seed
 SEAL = 9  # bytes of a seed, sealed to nobody
 
 
-def sums(users: int = 1000, **others: object) -> bytes:
+def sums(users=1000, **others):
     given = {"mixing": "sum", "cover": True, "accountant": "sum-central"} | others
     return plan(users, **given)
 
@@ -60,7 +60,7 @@ def add_piece(some, sender, users, content, start):
     return some.add(sender, users, 100, content[start : start + 16], piece)
 
 
-def message(*values: int, seed: bytes = b"s") -> bytes:
+def message(*values, seed=b"s"):
     return np.array(values).astype("<u4").tobytes() + seed.ljust(SEAL, b".")
 
 

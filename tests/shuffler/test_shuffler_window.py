@@ -1,14 +1,10 @@
 """A round's window: the shuffler opens and closes by its own clock, counts, and books the disk."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import threading
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,6 @@ from run_world import LIMIT, wait_until
 from shuffler_world import (
     KEY_DIGEST,
     PUBLIC_KEY,
-    World,
     fill_up,
     open_batches,
     plan,
@@ -43,25 +38,25 @@ WINDOW = {
     **{"work_until": 0.3, "send_after": 0.4, "send_spread": 0.4, "grace": 0.2},
     **{"answer_every": 0.1, "query_every": 0.1, "most_records": 5},
 }
-COVERED: dict[str, Any] = {"users": 20, "cover": True, "window": WINDOW, "accountant": "blanket"}
+COVERED = {"users": 20, "cover": True, "window": WINDOW, "accountant": "blanket"}
 LENGTH = 64
 
 
 class Clock:
     """Time that passes when a test says so."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 1000.0
         for store in (rounds, runs):
             monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def store_of(tmp_path: Path, **fields: Any) -> RunStore:
+def store_of(tmp_path, **fields):
     store = RunStore(tmp_path / "state")
     store.create_run("run", plan(**(COVERED | fields)), LENGTH)
     return store
@@ -135,7 +130,7 @@ def test_a_node_that_agrees_and_brings_nothing_three_times_is_named(tmp_path, cl
     assert absent == [(), (), *[("silent",)] * 3]
 
 
-def digest_of(store: RunStore) -> str:
+def digest_of(store):
     return store.create_run("run", plan(**COVERED), LENGTH)
 
 
@@ -200,7 +195,7 @@ def test_a_round_without_a_window_that_its_server_leaves_open_is_given_up(tmp_pa
     assert store.close_round("run", 1) == Closed(Outcome.DISCARDED)
 
 
-def test_a_full_disk_refuses_the_lease_and_spends_no_round(here, tiny_disk: Path):
+def test_a_full_disk_refuses_the_lease_and_spends_no_round(here, tiny_disk):
     world = here(tiny_disk / "state")
     world.control.create_run("run", plan(**COVERED), LENGTH)
     filler = fill_up(tiny_disk, world.control)
@@ -210,11 +205,11 @@ def test_a_full_disk_refuses_the_lease_and_spends_no_round(here, tiny_disk: Path
     world.control.open_round("run", 1, "model", PUBLIC_KEY)
 
 
-def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(here, tmp_path: Path):
-    world: World = here(tmp_path / "state")
+def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(here, tmp_path):
+    world = here(tmp_path / "state")
     length = sealed_length(100)
     digest = world.control.create_run("run", plan(**COVERED), length)
-    whole: list[int] = []
+    whole = []
     for number in itertools.count(1):
         nonce = world.control.open_round("run", number, "model", world.public_key)
         header = RoundHeader("run", number, "model", digest, key_digest(world.public_key), nonce)
@@ -233,7 +228,7 @@ def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(here, tmp_p
     assert open_batches(world) == 0
 
 
-def releasable(control: ControlClient, number: int) -> bool:
+def releasable(control, number):
     try:
         return bool(list(control.release("run", number)))
     except ShufflerRefused as refused:
@@ -244,21 +239,21 @@ def releasable(control: ControlClient, number: int) -> bool:
 class Cut:
     """Passes bytes on between a client and the shuffler, and cuts connections off after so many."""
 
-    def __init__(self, address: str, cuts: list[int]) -> None:
+    def __init__(self, address, cuts):
         host, _, port = address.rpartition(":")
         self._there, self._cuts = (host, int(port)), cuts
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def _accept(self) -> None:
+    def _accept(self):
         while True:
             near, _ = self._listener.accept()
             far = socket.create_connection(self._there)
             for one, other, most in ((near, far, None), (far, near, self._cuts)):
                 threading.Thread(target=self._pass, args=(one, other, most), daemon=True).start()
 
-    def _pass(self, one: socket.socket, other: socket.socket, cuts: list[int] | None) -> None:
+    def _pass(self, one, other, cuts):
         passed, most = 0, cuts.pop(0) if cuts else None
         with suppress(OSError):  # the other direction has ended
             while (data := one.recv(2**16)) and (most is None or passed <= most):
@@ -272,7 +267,7 @@ class Cut:
 
 @pytest.mark.slow
 def test_a_release_that_breaks_off_goes_on_where_it_broke(here):
-    world: World = here()
+    world = here()
     header = world.begin(report_bytes=2**16, users=200)
     world.submit(header, [(user, user.to_bytes(2) * 2**15) for user in range(200)])
     world.control.close_round("run", 1)
