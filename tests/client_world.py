@@ -42,16 +42,8 @@ DIMENSION = 2 * WIDTH + 2
 
 
 def plan(rate):
-    return make_plan(
-        users=USERS,
-        check_in_rate=rate,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        rounds=50,
-        delta=1 / USERS,
-        target_epsilon=3.0,
-        minimum_batch=1,
-    )
+    budget = {"rounds": 50, "delta": 1 / USERS, "target_epsilon": 3.0}
+    return make_plan(users=USERS, check_in_rate=rate, noise_multiplier=2.0, **budget)
 
 
 def make_model():

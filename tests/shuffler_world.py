@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import datetime
 import functools
 import itertools
 import json
 import logging
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ from shufl.shuffler import (
     ControlClient,
     Credentials,
     IntakeClient,
+    Outcome,
     Refusal,
     RoundHeader,
     ShufflerProcess,
@@ -50,6 +52,7 @@ from shufl.shuffler.service.grpc_server import ShufflerServer
 from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.serving import open_store
+from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, READY
@@ -60,6 +63,9 @@ PUBLIC_KEY = generate_key_pair()[1]
 """For rounds whose reports nobody opens."""
 
 KEY_DIGEST = key_digest(PUBLIC_KEY)
+
+SUMS = {"mixing": "sum", "cover": True, "accountant": "sum-central"}
+"""Of a plan whose shuffler hands over sums."""
 
 
 def plan(users: int = 1000, minimum_batch: int = 1, **others: object) -> bytes:
@@ -132,6 +138,21 @@ def report(
     header, _ = store.batches.agree(run_id, round, "", "")
     caller = Caller(Role.NODE, "node", 2**32)
     return Report(run_id, round, header.commitment, only(user), sealed, caller)
+
+
+def read(batch: Batch, limit: int = 2**20) -> list[bytes]:
+    """All that a batch releases, in chunks of `limit` bytes; what is longer comes in pieces."""
+    whole, pieces = [], b""
+    for content, more in batch.chunks(limit):
+        assert sum(map(len, content)) <= limit
+        if more or pieces:
+            pieces += b"".join(content)
+            if not more:
+                whole.append(pieces)
+                pieces = b""
+        else:
+            whole += content
+    return whole
 
 
 def only(user: int) -> range:
@@ -235,15 +256,6 @@ def restored_log() -> Iterator[None]:
     log.handlers[:], log.level, log.propagate = handlers, level, propagate
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """What a command has left."""
-
-    returncode: object
-    stdout: str
-    stderr: str
-
-
 class World:
     """One shuffler, both clients, and a server's key pair."""
 
@@ -280,6 +292,12 @@ class World:
 
     def submit(self, header: RoundHeader, reports: list[tuple[int, bytes]]) -> list[Verdict]:
         return list(self.intake.submit(header, reports))
+
+    def released(self, header: RoundHeader) -> list[bytes]:
+        """Closes the round; its batch."""
+        about = header.run_id, header.round
+        assert self.control.close_round(*about).outcome is Outcome.RELEASABLE
+        return list(self.control.release(*about))
 
 
 @pytest.fixture
@@ -392,6 +410,53 @@ def exit_code(world: World) -> int:
 def kill(world: World) -> None:
     os.kill(world.process.pid, signal.SIGKILL)
     wait_until(lambda: not world.process.alive, LIMIT, "its end")
+
+
+class Relay:
+    """Passes bytes on between clients and the shuffler, and stops connections.
+
+    Args:
+        to_shuffler, to_client: after how many bytes that go so, of each connection in turn; those
+            beyond pass all.
+        go_on: goes on when this event is set; None: the connection is cut.
+    """
+
+    def __init__(
+        self,
+        shuffler: str,
+        to_shuffler: Iterable[int] = (),
+        to_client: Iterable[int] = (),
+        go_on: threading.Event | None = None,
+    ) -> None:
+        host, _, port = shuffler.rpartition(":")
+        self._there, self._go_on = (host, int(port)), go_on
+        self._stops = iter(to_shuffler), iter(to_client)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            far = socket.create_connection(self._there)
+            for (one, other), stops in zip([(near, far), (far, near)], self._stops, strict=True):
+                about = one, other, next(stops, math.inf)
+                threading.Thread(target=self._pass, args=about, daemon=True).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket, most: float) -> None:
+        passed = 0
+        with suppress(OSError):  # the other direction has ended
+            while data := one.recv(2**16):
+                if passed > most:
+                    if self._go_on is None:
+                        break
+                    self._go_on.wait(LIMIT)
+                other.sendall(data)
+                passed += len(data)
+        for each in (one, other):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 class Silence:

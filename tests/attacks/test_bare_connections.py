@@ -87,5 +87,4 @@ def test_5000_bare_connections_refuse_no_honest_node_and_break_no_release(proxie
         files = list(Path(f"/proc/{world.process.pid}/fd").iterdir())
         assert len(files) <= before + MOST + NODES + 2  # the attacker's, and what is left of others
         assert len(list(release)) == 39
-        world.control.close_round("another", 1)
-        assert len(list(world.control.release("another", 1))) == NODES
+        assert len(world.released(header)) == NODES

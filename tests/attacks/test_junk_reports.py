@@ -30,9 +30,7 @@ LENGTH = 3 * PIECE_BYTES
 
 
 @contextmanager
-def attacked(
-    attack,
-):
+def attacked(attack):
     """A shuffler, while all its nodes but one do this until the event is set."""
     authority, stop = Authority.create(), Event()
     with ShufflerHere(authority=authority, limits=LIMITS) as shuffler, ExitStack() as stack:

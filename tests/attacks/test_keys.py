@@ -1,6 +1,7 @@
 """Certificates by request: what must not be signed, and what must not be written."""
 
 import base64
+import datetime
 import shutil
 import signal
 import subprocess
@@ -152,23 +153,29 @@ def refusal(place, *arguments):
     return line
 
 
-def test_the_authority_signs_without_ever_having_a_party_s_key(authority, csr):
-    secret = csr.with_suffix(".key").read_bytes()
-    assert keys("sign", authority, csr, *NODE).exit_code == 0
-    assert sorted(path.name for path in authority.iterdir()) == [
-        "authority.key",
-        "authority.pem",
-        "phone-7.pem",
-    ]
+def test_the_authority_signs_without_ever_having_a_party_s_key(tmp_path, authority):
+    """It shows the fingerprint of the key that the party has seen, and what withdraws it."""
+    phone = tmp_path / "phone"
+    asked = keys("request", phone, "--name", "phone-7")
+    signed = keys("sign", authority, phone / "phone-7.csr", *NODE)
+    assert (asked.exit_code, asked.stderr) == (signed.exit_code, signed.stderr) == (0, "")
+    path, key, withdraws = signed.stdout.splitlines()
+    assert asked.stdout.splitlines()[1].split()[:2] == key.split()[:2]
+    secret = (phone / "phone-7.key").read_bytes()
+    made = {"authority.key", "authority.pem", "phone-7.pem"}
+    assert {each.name for each in authority.iterdir()} == made
     body = b"".join(secret.splitlines()[1:-1])
-    for path in (*authority.iterdir(), csr):
-        assert body not in path.read_bytes().replace(b"\n", b"")
-    assert sorted(path.name for path in csr.parent.iterdir()) == ["phone-7.csr", "phone-7.key"]
-    shutil.copy(authority / "phone-7.pem", csr.parent)
-    shutil.copy(authority / "authority.pem", csr.parent)
-    issued = Credentials.read(csr.parent, "phone-7")
-    assert issued.private_key == secret
+    for each in (*authority.iterdir(), phone / "phone-7.csr"):
+        assert body not in each.read_bytes().replace(b"\n", b"")
+    assert {each.name for each in phone.iterdir()} == {"phone-7.csr", "phone-7.key"}
+    shutil.copy(path, phone)
+    shutil.copy(authority / "authority.pem", phone)
+    issued = Credentials.read(phone, "phone-7")
+    assert issued.private_key == secret and issued.fingerprint in withdraws
     assert caller_of(issued.certificate) == Caller(Role.NODE, "phone-7", 1)
+    for pem, days in (("authority.pem", 3650), ("phone-7.pem", 365)):
+        ends = x509.load_pem_x509_certificate((phone / pem).read_bytes()).not_valid_after_utc
+        assert round((ends - datetime.datetime.now(datetime.UTC)) / datetime.timedelta(1)) == days
 
 
 def test_no_party_s_key_is_made_beside_the_authority_s(tmp_path, authority):
@@ -303,7 +310,6 @@ def test_a_name_is_used_once(tmp_path, authority, csr):
         ((*NODE, "--shuffler=s:t"), "a name has"),
         (("--role=monitor", "--host=a"), "a shuffler's certificate needs hosts"),
         (("--role=shuffler",), "a shuffler's certificate needs hosts"),
-        (("--role=shuffler", "--host=a b"), "a host is a DNS name or an IP address"),
         (("--role=authority",), "an authority is issued by none"),
         (("--role=server", "--host=a"), "a shuffler's certificate needs hosts"),
         (("--role=server", "--days=0"), "--days lies in (0, 36500], got 0"),

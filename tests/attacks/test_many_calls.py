@@ -98,10 +98,7 @@ def test_calls_of_one_credential_are_limited_and_another_s_are_not(here):
 
 
 @pytest.mark.slow
-def test_calls_that_are_open_when_their_certificate_expires_are_ended(
-    here,
-    monkeypatch,
-):
+def test_calls_that_are_open_when_their_certificate_expires_are_ended(here, monkeypatch):
     """A call that says nothing, and a release that is not read."""
     authority = Authority.create()
     world = here(authority=authority)

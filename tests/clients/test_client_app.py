@@ -37,7 +37,7 @@ def ledger(tmp_path):
 
 
 def test_each_user_who_checked_in_sent_its_own_clipped_noisy_gradient(make_round):
-    round = make_round(rate=1.0).open()
+    round = make_round().open()
     round.announce()
     expected = []
     for user in (1, 4, 7, 10):  # partition 1 of 3
@@ -126,7 +126,7 @@ def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
         "shufl.learning.node_updates._TOGETHER", 15 if changes is EPOCHS else 3
     )  # records
     caplog.set_level("INFO", "shufl.learning.node_updates")
-    round = make_round(rate=1.0, **changes).open()
+    round = make_round(**changes).open()
     round.announce()
     assert together == sizes
     assert ("one by one" in caplog.text) is (changes.get("make_model") is make_drawing)
@@ -144,7 +144,7 @@ def test_a_report_is_that_of_its_user_alone_whoever_is_computed_with_it(
 
 
 def test_the_reply_is_the_same_whether_or_not_anyone_checked_in(make_round):
-    everyone = make_round(rate=1.0).open()
+    everyone = make_round().open()
     with_reports = reply_content(everyone.announce())
     assert len(everyone.released()) == 4
     nobody = make_round(rate=1e-9, run_id="nobody").open()
@@ -168,13 +168,13 @@ def test_a_node_reports_at_its_own_of_several_shufflers(make_round):
     with ShufflerHere() as gone:
         elsewhere = (gone.address, gone.submit)
     shufflers = (elsewhere, (address, credentials))
-    round = make_round(rate=1.0, shufflers=shufflers).open()  # of partition 1
+    round = make_round(shufflers=shufflers).open()  # of partition 1
     round.announce()
     assert len(round.released()) == 4
 
 
 def test_system_entropy_gives_reports_no_seed_predicts(make_round, ledger):
-    round = make_round(rate=1.0, seed=None, ledger=ledger).open()
+    round = make_round(seed=None, ledger=ledger).open()
     round.announce()
     reports = round.released()
     assert len(reports) == 4
@@ -199,7 +199,7 @@ def test_system_entropy_gives_reports_no_seed_predicts(make_round, ledger):
     ],
 )
 def test_a_round_that_was_not_agreed_is_refused_before_any_coin(make_round, changes, message):
-    round = make_round(rate=1.0).open()
+    round = make_round().open()
     with pytest.raises(RoundRefused, match=message):
         round.announce(**changes)
     assert round.released() == []
@@ -207,7 +207,7 @@ def test_a_round_that_was_not_agreed_is_refused_before_any_coin(make_round, chan
 
 def test_the_clients_own_accountant_ends_the_rounds(make_round, tmp_path):
     """Of a real node; that of a simulation is told."""
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db")
+    round = make_round().deployed(tmp_path / "device.db")
     last = rounds_within_budget(round.plan)
     assert 1 <= last < round.plan.rounds
     with pytest.raises(RoundRefused, match=f"in 1 to {last}, where the privacy budget ends"):
@@ -226,7 +226,7 @@ def test_a_key_that_nothing_can_be_sealed_to_is_refused_before_any_coin(make_rou
 @pytest.mark.parametrize("suite", ["x25519", "mlkem768-x25519"])
 def test_a_node_seals_to_keys_of_its_own_suite_alone(make_round, suite):
     """Else a server could choose one that a later quantum computer opens."""
-    round = make_round(rate=1.0, sealing=suite).open()  # whose key is of x25519
+    round = make_round(sealing=suite).open()  # whose key is of x25519
     if suite == "x25519":
         assert not round.announce().has_error()
         return
@@ -235,14 +235,14 @@ def test_a_node_seals_to_keys_of_its_own_suite_alone(make_round, suite):
 
 
 def test_a_user_that_fails_is_named(make_round):
-    round = make_round(rate=1.0, load_users=broken_users).open()
+    round = make_round(load_users=broken_users).open()
     with pytest.raises(ReportFailed, match=r"round 1, user 7: .* ZeroDivisionError: no records"):
         round.announce()
 
 
 def test_a_report_that_is_lost_is_told(make_round):
     """Somebody has reported as user 4 before."""
-    round = make_round(rate=1.0).open()
+    round = make_round().open()
     ((address, credentials),) = round.settings.shufflers
     with IntakeClient(address, credentials) as intake:
         sealed = round.seal(bytes(report_length(round.dimension)))

@@ -82,7 +82,7 @@ def expected_of(round, seed, update_of):
 
 @pytest.mark.slow
 def test_a_node_that_is_to_end_finishes_its_round(make_round, running, tmp_path):
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db").open()
+    round = make_round().deployed(tmp_path / "device.db").open()
     node = running(round)
     node.finish(threading.Event())  # there is none
     child = node._worker._child.process.pid
@@ -109,7 +109,7 @@ def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(make_round, tmp
             self.asked += 1
             return super().is_set()
 
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db")
+    round = make_round().deployed(tmp_path / "device.db")
     at_once = Counting()
     with closing(DeviceNode(round.settings, clock=Stands())) as node:
         round.open().begin(node)
@@ -129,7 +129,7 @@ def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path
     """Of users with 1 to 5 records, of which 3 are used; of 12 users, computed at once."""
     of_user = of_sizes({None: 2, 1: 1, 4: 3, 7: 5})
     changes = {"training": training, "load_users": lambda: of_user}
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db", **changes).open()
+    round = make_round().deployed(tmp_path / "device.db", **changes).open()
     found, _ = reports_of(round, running(round, randomness=SeededRandomness(3)))
     model = round.settings.make_model()
 
@@ -174,7 +174,7 @@ def test_one_user_of_4000_records_among_200_of_20_changes_nobody_elses_report(
     for name, sizes in {"same": {None: 20}, "other": {None: 20, 77: 4000}}.items():
         window = WINDOW.model_copy(update={"most_records": 20})
         load_users = functools.partial(of_sizes, sizes)
-        round = make_round(run_id=name, rate=1.0, load_users=load_users)
+        round = make_round(run_id=name, load_users=load_users)
         round.deployed(tmp_path / name, users=200, window=window).open()
         node = running(round, randomness=SeededRandomness(3))
         found, prepared = reports_of(round, node)
@@ -194,7 +194,7 @@ def test_users_whose_records_make_the_model_fail_count_as_zero_alone(
     """In a round: their records were well at the start. One line is logged, without a record."""
     numbers = {"u1": 1, "u2": 2, "u3": 6}
     of_user = troubled_users(**numbers)
-    round = make_round(rate=1.0, make_model=Troubled, load_users=lambda: of_user)
+    round = make_round(make_model=Troubled, load_users=lambda: of_user)
     round.deployed(tmp_path / "device.db", users=6)
     round.show(with_bias(round, 10))
     node = running(round.open(), randomness=SeededRandomness(3))
@@ -227,7 +227,7 @@ def with_bias_in(model, more):
 def test_records_for_which_the_model_fails_are_refused_at_the_start(make_round, tmp_path):
     """In a line that names the user, and in which no record stands."""
     of_user = functools.partial(negative_records, {3, 7})
-    round = make_round(rate=1.0, make_model=Fails, load_users=lambda: of_user)
+    round = make_round(make_model=Fails, load_users=lambda: of_user)
     round.deployed(tmp_path / "device.db")
     with pytest.raises(ValueError) as error:
         serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
@@ -242,7 +242,7 @@ def test_a_machine_that_starts_no_process_any_more_sends_all_reports(
 ):
     """User 3's records end the child; who comes before is done, and nobody after."""
     of_user = troubled_users(u3=6)
-    round = make_round(rate=1.0, make_model=Troubled, load_users=lambda: of_user)
+    round = make_round(make_model=Troubled, load_users=lambda: of_user)
     round.deployed(tmp_path / "device.db", users=6)
     round.show(with_bias(round, 10))
     node = running(round.open())
@@ -261,7 +261,7 @@ def test_a_machine_that_starts_no_process_any_more_sends_all_reports(
 def test_a_round_is_taken_that_has_time_for_its_work_and_no_more_than_a_window(
     make_round, running, tmp_path
 ):
-    node = running(make_round(rate=1.0).deployed(tmp_path / "device.db", users=2))
+    node = running(make_round().deployed(tmp_path / "device.db", users=2))
     clock = node.clock = SetClock()
     node._worker.seconds = 0.5 * WINDOW.work_until  # as long as a start accepts
     node._worker.check(WINDOW)
@@ -278,7 +278,7 @@ def test_a_round_is_taken_that_has_time_for_its_work_and_no_more_than_a_window(
 def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(
     make_round, running, tmp_path
 ):
-    round = make_round(rate=1.0, make_model=Troubled)
+    round = make_round(make_model=Troubled)
     round.deployed(tmp_path / "device.db", users=6)
     round.show(with_bias(round, 1000))
     node = running(round, randomness=SeededRandomness(3))
@@ -296,7 +296,7 @@ def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(
 
 @pytest.mark.slow
 def test_a_newer_round_ends_an_older_ones_work(make_round, running, tmp_path):
-    round = make_round(rate=1.0, make_model=Troubled).deployed(tmp_path / "device.db", users=6)
+    round = make_round(make_model=Troubled).deployed(tmp_path / "device.db", users=6)
     healthy = round.model
     round.show(with_bias(round, 1000))
     node = running(round.open(), randomness=SeededRandomness(3))
@@ -336,7 +336,7 @@ class Context:
 @pytest.mark.slow
 def test_answers_come_at_whole_multiples_and_queries_are_held(make_round, tmp_path):
     window = WINDOW.model_copy(update={"answer_every": 0.5, "query_every": 30.0})
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db", users=2, window=window).open()
+    round = make_round().deployed(tmp_path / "device.db", users=2, window=window).open()
     clock = SetClock()
     node = DeviceNode(round.settings, clock=clock)
     try:
@@ -381,10 +381,10 @@ def serialised(content):
 @pytest.mark.slow
 def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(make_round, tmp_path):
     window = WINDOW.model_copy(update={"work_until": 1e-5})
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=window)
+    round = make_round().deployed(tmp_path / "device.db", window=window)
     with pytest.raises(ValueError, match=r"^window\.work_until must be at least .* 12 users take"):
         serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=None)
+    round = make_round().deployed(tmp_path / "device.db", window=None)
     with pytest.raises(ValueError, match="needs a plan with cover and a window"):
         serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
     assert not (tmp_path / "socket").exists()

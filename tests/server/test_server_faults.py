@@ -244,23 +244,6 @@ def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
     assert run.spent == [1]
 
 
-def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(tmp_path, shufflers):
-    with Here() as other:
-        run = Run(tmp_path, [shufflers[0], other])
-
-        def train(node, deliver):
-            reply = deliver()
-            if node == NODES and other.alive:  # all have sent
-                other.__exit__()
-            return reply
-
-        run.network.train = train
-        run.play(3, shuffler_seconds=0.1)  # it does not come back
-    assert [row.outcome for row in run.rows] == ["released"] * 3
-    assert [row.users_present for row in run.rows] == [8, 8, 8]  # nodes 1 and 3 are the first's
-    assert run.steps_are_whole()
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_shuffler_that_hangs_is_found_out_and_loses_its_own_users_round_alone(tmp_path):

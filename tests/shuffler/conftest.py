@@ -2,19 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 
 import pytest
 
-from shuffler_world import (  # noqa: F401
-    Ended,
-    here,
-    restored_log,
-    shared,
-    start,
-    tls_section,
-)
+from shuffler_world import here, restored_log, shared, start, tls_section  # noqa: F401
 from shufl.cli.__main__ import main
 from tiny_disk import in_memory, tiny_disk_at
 
@@ -42,7 +36,7 @@ def command(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", ["shufl", "shuffler", "--config", str(file), *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        return Ended(ended.value.code, *capsys.readouterr())
+        return subprocess.CompletedProcess(sys.argv, ended.value.code, *capsys.readouterr())
 
     with restored_log():
         yield run

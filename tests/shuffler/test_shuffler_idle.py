@@ -1,25 +1,23 @@
 """Peers that are slow, silent, or gone without a word."""
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from threading import Event
 
 import grpc
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import in_release, raw_channel
+from shuffler_world import Relay, in_release, raw_channel
 from shufl.shuffler import (
     IntakeClient,
-    Outcome,
     ShufflerError,
     ShufflerUnavailable,
     Verdict,
 )
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
-from shufl.shuffler.service import grpc_server
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.connection import Stub
@@ -42,8 +40,7 @@ def test_a_report_is_sent_before_the_next_is_made(here, length, known):
 
     assert list(world.intake.submit(header, reports())) == [Verdict.ACCEPTED] * 4
     assert ended(world) == 0
-    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
-    assert sorted(world.control.release("run", 1)) == sorted(sent)
+    assert sorted(world.released(header)) == sorted(sent)
 
 
 def accepted(world):
@@ -81,83 +78,34 @@ def test_a_node_that_does_not_take_its_answers_keeps_only_itself_out(here):
         assert [len(next(call).verdicts) for call in calls] == [200, 200]
 
 
-RELAY = """
-import socket, sys, threading
-port, burst, pauses = map(float, sys.argv[1:])
-listener = socket.create_server(("127.0.0.1", 0))
-print(listener.getsockname()[1], flush=True)
-def copy(source, target, pauses):
-    passed = 0
-    while data := source.recv(65536):
-        target.sendall(data)
-        passed += len(data)
-        if passed > burst and pauses > 0:
-            passed, pauses = 0, pauses - 1
-            sys.stdin.readline()
-while True:
-    near, _ = listener.accept()
-    far = socket.create_connection(("127.0.0.1", int(port)))
-    for each in ((near, far, pauses), (far, near, 0)):
-        threading.Thread(target=copy, args=each, daemon=True).start()
-"""
-
-
-@pytest.fixture
-def relay():
-    """Starts processes that pass connections on to an address, with pauses between bursts.
-
-    A pause ends with a line on standard input.
-    """
-    relays = []
-
-    def starter(address, burst=0, pauses=0):
-        numbers = address.rpartition(":")[2], burst, pauses
-        command = [sys.executable, "-c", RELAY, *map(str, numbers)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        relays.append(subprocess.Popen(command, **pipes))
-        return relays[-1]
-
-    yield starter
-    for process in relays:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
-
-
-def test_a_report_that_stops_on_its_way_is_sent_again(here, relay):
+def test_a_report_that_stops_on_its_way_is_sent_again(here):
     """And what it holds meanwhile is given back, as where a machine stands still."""
-    world = here(limits={"idle_seconds": IDLE, "calls_per_sender": 1})
+    world, go_on = here(limits={"idle_seconds": IDLE, "calls_per_sender": 1}), Event()
     header = world.begin(report_bytes=8 * PIECE_BYTES, users=2)
-    between = relay(world.process.address, 3 * PIECE_BYTES, 1)
-    port = int(between.stdout.readline())
-    sealed = os.urandom(8 * PIECE_BYTES)
+    between = Relay(world.process.address, to_shuffler=repeat(3 * PIECE_BYTES), go_on=go_on)
+    sealed, other = os.urandom(8 * PIECE_BYTES), bytes(8 * PIECE_BYTES)
     with (
-        IntakeClient(f"127.0.0.1:{port}", world.process.submit, LIMIT) as intake,
+        IntakeClient(between.address, world.process.submit, LIMIT) as intake,
         ThreadPoolExecutor() as threads,
     ):
         sending = threads.submit(lambda: list(intake.submit(header, [(0, sealed)])))
         wait_until(lambda: ended(world), LIMIT, "an idle call")
-        other = bytes(8 * PIECE_BYTES)
         assert world.submit(header, [(1, other)]) == [Verdict.ACCEPTED]
-        between.stdin.write(b"\n")
+        go_on.set()
         assert sending.result(LIMIT) == [Verdict.ACCEPTED]
-    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
-    assert sorted(world.control.release("run", 1)) == sorted([sealed, other])
+    assert sorted(world.released(header)) == sorted([sealed, other])
 
 
-def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(here, relay):
-    """Nothing of it passes any more, and a process in between stands still."""
+def test_a_report_is_sent_again_for_no_longer_than_a_verdict_may_take(here):
+    """Nothing of it passes any more, and what is in between stands still."""
     world = here(limits={"idle_seconds": IDLE})
     header = world.begin(report_bytes=8 * PIECE_BYTES, users=1)
-    between = relay(world.process.address, 3 * PIECE_BYTES, 1)
-    port = int(between.stdout.readline())
-    sealed = bytes(8 * PIECE_BYTES)
+    between = Relay(world.process.address, to_shuffler=repeat(3 * PIECE_BYTES), go_on=Event())
     with (
-        IntakeClient(f"127.0.0.1:{port}", world.process.submit, timeout=0.5) as intake,
+        IntakeClient(between.address, world.process.submit, timeout=0.5) as intake,
         pytest.raises(ShufflerError, match=r"IDLE|nothing within 0.5 s"),
     ):
-        list(intake.submit(header, [(0, sealed)]))
+        list(intake.submit(header, [(0, bytes(8 * PIECE_BYTES))]))
 
 
 @pytest.mark.slow
@@ -169,13 +117,3 @@ def test_a_release_that_is_not_read_ends_and_can_be_asked_for_again(here, tmp_pa
     with pytest.raises(ShufflerUnavailable, match="the release is not read"):
         list(release)
     assert len(list(world.control.release("run", 1))) == 40
-
-
-@pytest.mark.slow
-def test_a_release_that_nobody_reads_does_not_hold_up_the_end(here, monkeypatch):
-    monkeypatch.setattr(grpc_server, "_STOP_SECONDS", 0.0)
-    world = here(limits={"idle_seconds": IDLE, "stop_seconds": 2 * LIMIT})
-    release = in_release(world)
-    world.process.begin_to_stop()[0].result(LIMIT)
-    with pytest.raises(ShufflerUnavailable):
-        list(release)

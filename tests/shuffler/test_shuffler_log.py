@@ -58,29 +58,6 @@ def keep_signalling(child):
 
 
 @pytest.mark.slow
-def test_a_list_that_cannot_be_read_at_sighup_leaves_the_earlier_one(tmp_path):
-    """`test_shuffler_permissions.py` has what the earlier list then still refuses."""
-    _, tls = tls_section(tmp_path / "tls")
-    revoked, config = tmp_path / "revoked", tmp_path / "shuffler.toml"
-    revoked.write_text("phone-7\n")
-    config.write_text(f'{PLACES}{tls}revoked = "revoked"\n')
-    with shuffler_of(config) as child:
-        listening(child)
-        assert events(tmp_path / "log")[0] == "withdrawn credentials read: 1"
-        revoked.unlink()  # missing, malformed, no text, a folder
-        for times, content in enumerate((None, b"not a name\n", b"\xff\x00\n", None), 1):
-            if content is not None:
-                revoked.write_bytes(content)
-            elif times > 1:
-                revoked.unlink()
-                revoked.mkdir()
-            child.send_signal(signal.SIGHUP)
-            said = "withdrawn credentials not read, those before stay: "
-            wait_for(tmp_path / "log", said, times)
-        assert child.poll() is None
-
-
-@pytest.mark.slow
 def test_the_first_line_says_what_was_started_and_a_log_moved_away_is_begun_again(start, tmp_path):
     log, moved = tmp_path / "log", tmp_path / "moved"
     world = start(log_file=log, simulation_seed=4711, limits={"uploads": 7})

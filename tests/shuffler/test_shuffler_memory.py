@@ -9,7 +9,7 @@ import pytest
 
 from nights import by_night
 from run_world import LIMIT, peak_bytes
-from shuffler_world import open_batches, raw_channel
+from shuffler_world import SUMS, open_batches, raw_channel
 from shufl.shuffler import IntakeClient, Outcome, Verdict, message_length
 from shufl.shuffler.store import batch
 from shufl.shuffler.store.batch import Batch
@@ -54,10 +54,7 @@ def test_memory_stays_flat(start, nodes, reports, length, most_mb):
     header = world.begin(report_bytes=length, users=users, shuffler_blankets=FEW)
     verdicts = submit_at_once(world, header, nodes, reports, length)
     assert verdicts == [Verdict.ACCEPTED] * nodes * reports
-    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
-    assert sum(len(sealed) for sealed in world.control.release("run", 1)) == (
-        nodes * reports * length
-    )
+    assert sum(len(sealed) for sealed in world.released(header)) == (nodes * reports * length)
     assert peak_bytes(world.process.pid) < most_mb * 1e6
 
 
@@ -65,10 +62,9 @@ def test_memory_stays_flat(start, nodes, reports, length, most_mb):
 @pytest.mark.parametrize(("runs", "dimension"), [(3, 4_000_000), *by_night((4, 16_000_000))])
 def test_sums_that_are_released_at_once_take_four_bytes_a_parameter(start, runs, dimension):
     world, length = start(), message_length(dimension, "sum")
-    sums = {"mixing": "sum", "cover": True, "accountant": "sum-central", "central_noise": 5.0}
     names = [f"run {number}" for number in range(runs)]
     for name in names:
-        header = world.begin(name, report_bytes=length, users=1, **sums)
+        header = world.begin(name, report_bytes=length, users=1, central_noise=5.0, **SUMS)
         assert submit_at_once(world, header, 1, 1, length) == [Verdict.ACCEPTED]
         assert world.control.close_round(name, 1).outcome is Outcome.RELEASABLE
 
@@ -115,21 +111,7 @@ def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(shared, mor
         assert set(send(Stub("Intake", channel), header, length + more)) == {Verdict(verdict)}
     again = shared.submit(header, [(0, bytes(length))])
     assert again == [Verdict.DUPLICATE if verdict == 1 else Verdict.ACCEPTED]
-    shared.control.close_round(run, 1)
-    assert list(shared.control.release(run, 1)) == [bytes(length)]
-
-
-@pytest.mark.slow
-def test_a_report_that_breaks_off_is_not_in_the_batch(here):
-    world, length = here(), 64 * PIECE_BYTES
-    header = world.begin(report_bytes=length, users=4)
-    with raw_channel(world) as channel:
-        for start in range(0, length - PIECE_BYTES, PIECE_BYTES):
-            assert not Stub("Intake", channel).Submit(piece(header, length, start)).verdicts
-    one = os.urandom(length)
-    assert world.submit(header, [(0, one)]) == [Verdict.ACCEPTED]
-    world.control.close_round("run", 1)
-    assert list(world.control.release("run", 1)) == [one]
+    assert shared.released(header) == [bytes(length)]
 
 
 def test_long_reports_of_several_runs_at_once_go_where_they_belong(here):
@@ -149,9 +131,8 @@ def test_long_reports_of_several_runs_at_once_go_where_they_belong(here):
     for verdict, count in counted.items():
         name = f'shufl_reports_total{{verdict="{verdict}"}}'
         assert world.process.scrape()[name] == count
-    for run in "ab":
-        assert world.control.close_round(run, 1).outcome is Outcome.RELEASABLE
-        assert list(world.control.release(run, 1)) == [bytes(length)] * 2
+    for header in (a, b):
+        assert world.released(header) == [bytes(length)] * 2
 
 
 def test_a_long_report_that_is_given_up_for_others_is_sent_again_as_a_whole(here, monkeypatch):
@@ -172,8 +153,7 @@ def test_a_long_report_that_is_given_up_for_others_is_sent_again_as_a_whole(here
     sealed = os.urandom(length)
     assert world.submit(header, [(0, sealed)]) == [Verdict.ACCEPTED]
     assert len(taken) == 3 and len(set(taken)) == 1
-    world.control.close_round("run", 1)
-    assert list(world.control.release("run", 1)) == [sealed]
+    assert world.released(header) == [sealed]
 
 
 def own_memory(pid):

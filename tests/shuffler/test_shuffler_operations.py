@@ -47,8 +47,7 @@ def test_metrics_count_reasons_and_the_log_names_nobody(here, tmp_path):
     world.submit(header, [*reports, reports[0], (9, b"short"), (10**9, reports[0][1])])
     with pytest.raises(ShufflerRefused):
         list(world.control.release("run", 1))
-    world.control.close_round("run", 1)
-    list(world.control.release("run", 1))
+    world.released(header)
     world.control.open_round("run", 2, "m", world.public_key)
     world.control.close_round("run", 2)
     assert world.process.scrape() == {
@@ -110,9 +109,14 @@ def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(he
 
 
 @pytest.mark.slow
-def test_a_release_at_the_end_gets_no_more_than_its_time(here, monkeypatch):
+@pytest.mark.parametrize(
+    "limits", [{"stop_seconds": 0.1}, {"stop_seconds": 2 * LIMIT, "idle_seconds": 0.2}]
+)
+def test_a_release_at_the_end_gets_no_more_than_its_time_nor_goes_on_unread(
+    here, monkeypatch, limits
+):
     monkeypatch.setattr(grpc_server, "_STOP_SECONDS", 0.0)
-    world = here(limits={"stop_seconds": 0.1})
+    world = here(limits=limits)
     release = in_release(world)
     world.process.begin_to_stop()[0].result(LIMIT)
     with pytest.raises(ShufflerUnavailable):

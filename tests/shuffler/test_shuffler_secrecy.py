@@ -1,8 +1,10 @@
-"""The shuffler never holds a plaintext, and forgets a batch that is released."""
+"""The shuffler never holds a plaintext or keeps a batch; a server keeps no key that it dropped."""
 
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,8 +65,7 @@ def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(sta
     assert not any(disk_holds(world, place, sealed[40:200]) for _, sealed in reports)
     assert not memory_holds(pid, world.private_key.private_bytes_raw())
 
-    world.control.close_round("run", 1)
-    assert len(list(world.control.release("run", 1))) == 30
+    assert len(world.released(header)) == 30
     assert not memory_holds(pid, MARKER)
     world.control.end_round("run", 1)
     assert open_batches(world) == 0
@@ -73,3 +74,47 @@ def test_no_plaintext_reaches_the_shuffler_and_nothing_stays_after_a_release(sta
     assert "batch released" in text
     assert MARKER.decode() not in text
     assert all(json.loads(line)["event"] for line in text.splitlines())
+
+
+HOLDS_A_KEY = """
+import ctypes, os, sys
+from types import SimpleNamespace
+from unittest import mock
+from shufl.shuffler import ReportOpener, RoundHeader, generate_key_pair, seal
+from shufl.shuffler.wire import sealing
+
+def telling(kind):
+    def generate():
+        key = kind.generate()
+        secret = key.private_bytes_raw()
+        os.write(1, secret)
+        ctypes.memset(id(secret) + bytes.__basicsize__ - 1, 0, len(secret))
+        return key
+    return SimpleNamespace(generate=generate)
+
+kinds = "X25519PrivateKey", "MLKEM768PrivateKey"
+with mock.patch.multiple(sealing, **{name: telling(getattr(sealing, name)) for name in kinds}):
+    key, public = generate_key_pair(sys.argv[1])
+header = RoundHeader("r", 1, "m", "d", "k")
+assert ReportOpener(key).open(seal(b"x", public, header), header) == b"x"
+print("held", flush=True)
+sys.stdin.readline()
+del key
+print("gone", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("suite", "lengths"), [("x25519", [32]), ("mlkem768-x25519", [32, 64])])
+def test_a_dropped_private_key_is_nowhere_in_memory(suite, lengths):
+    """Its parts are found while it is held, and not afterwards."""
+    command = [sys.executable, "-c", HOLDS_A_KEY, suite]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        parts = [child.stdout.read(length) for length in lengths]
+        assert child.stdout.readline() == b"held\n"
+        assert memory_holds(child.pid, parts[0])
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"gone\n"
+        assert not any(memory_holds(child.pid, part) for part in parts)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, refusal, report
+from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, read, refusal, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.config import Limits
@@ -46,10 +46,6 @@ def a_piece_has_16_bytes():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(batch, "PIECE_BYTES", 16)
         yield
-
-
-def read(of, limit=2 * LENGTH):
-    return [sealed for reports, _ in of.chunks(limit) for sealed in reports]
 
 
 class Rounds(RuleBasedStateMachine):

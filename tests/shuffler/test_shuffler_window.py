@@ -1,9 +1,6 @@
 """A round's window: the shuffler opens and closes by its own clock, counts, and books the disk."""
 
 import itertools
-import socket
-import threading
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +9,7 @@ from run_world import LIMIT, wait_until
 from shuffler_world import (
     KEY_DIGEST,
     PUBLIC_KEY,
+    Relay,
     fill_up,
     open_batches,
     plan,
@@ -236,47 +234,17 @@ def releasable(control, number):
         return False
 
 
-class Cut:
-    """Passes bytes on between a client and the shuffler, and cuts connections off after so many."""
-
-    def __init__(self, address, cuts):
-        host, _, port = address.rpartition(":")
-        self._there, self._cuts = (host, int(port)), cuts
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self):
-        while True:
-            near, _ = self._listener.accept()
-            far = socket.create_connection(self._there)
-            for one, other, most in ((near, far, None), (far, near, self._cuts)):
-                threading.Thread(target=self._pass, args=(one, other, most), daemon=True).start()
-
-    def _pass(self, one, other, cuts):
-        passed, most = 0, cuts.pop(0) if cuts else None
-        with suppress(OSError):  # the other direction has ended
-            while (data := one.recv(2**16)) and (most is None or passed <= most):
-                passed += len(data)
-                other.sendall(data)
-        for each in (one, other):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-
 @pytest.mark.slow
 def test_a_release_that_breaks_off_goes_on_where_it_broke(here):
     world = here()
     header = world.begin(report_bytes=2**16, users=200)
     world.submit(header, [(user, user.to_bytes(2) * 2**15) for user in range(200)])
-    world.control.close_round("run", 1)
-    whole = list(world.control.release("run", 1))
+    whole = world.released(header)
     assert sorted(int.from_bytes(each[:2]) for each in whole) == list(range(200))
-    cut = Cut(world.process.address, [2**21, 2**22, 2**22])
+    cut = Relay(world.process.address, to_client=[2**21, 2**22, 2**22])
     with ControlClient(cut.address, world.process.control, patience=LIMIT) as control:
         assert list(control.release("run", 1)) == whole
-    cut = Cut(world.process.address, [2**21])
+    cut = Relay(world.process.address, to_client=[2**21])
     with (
         ControlClient(cut.address, world.process.control) as control,
         pytest.raises(ShufflerUnavailable),
