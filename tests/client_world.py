@@ -1,7 +1,5 @@
 """A run on a real shuffler, and the messages that its server would send to a node."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 

@@ -193,9 +193,7 @@ def said(warm_deployment):
             rehearsal.install_modes("ward-1")  # while it runs
             assert (site / "node.sock").stat() == before
             files = [path for path in site.rglob("*") if path.is_file()]
-            paths = [
-                str(path) for path in files if path.suffix != ".out"
-            ]  # the journal, as installed
+            paths = [str(path) for path in files if path.suffix != ".out"]  # the journal
             about = {
                 "LIMIT": LIMIT,
                 "SITE": str(site),

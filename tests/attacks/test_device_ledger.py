@@ -1,7 +1,6 @@
 """One round offered to a device again and again, and budgets spread over many runs."""
 
 import dataclasses
-import hashlib
 import math
 import random
 import shutil
@@ -222,24 +221,6 @@ def test_a_round_beyond_those_that_are_charged_is_refused_whatever_came_before(t
     with pytest.raises(RoundRefused, match="has had its 10 rounds"):
         ledger.offer(header(11, plan=plan), plan, 1000)
     ledger.offer(header(10, plan=plan), plan, 10)
-
-
-def test_a_ledger_of_an_older_plan_format_still_counts(tmp_path):
-    """Its plans have fewer keys, and what they cost is not forgotten."""
-    path = tmp_path / "device.db"
-    SimulatedLedger(path).offer(header(3), PLAN, 20)
-    with sqlite3.connect(path) as rows:
-        ((text,),) = rows.execute("SELECT plan FROM runs").fetchall()
-        older = text.replace('"participation":"check-in",', "")
-        assert older != text
-        told = repr((1, "run", older, 20, 1, 3))
-        checksum = hashlib.sha256(told.encode()).hexdigest()
-        rows.execute("UPDATE runs SET plan = ?, checksum = ?", (older, checksum))
-        rows.execute("DROP TABLE allocations")
-    ledger = SimulatedLedger(path)
-    assert [run.plan for run in ledger.offered()] == [PLAN]
-    ledger.offer(header(4), PLAN, 20)
-    assert [run.offered for run in SimulatedLedger(path).offered()] == [2]
 
 
 NO_BLANKETS = PLAN.replace(shuffler_blankets=0.0, accountant="theorem3")

@@ -4,12 +4,7 @@ import pytest
 
 import shuffler_world
 from shuffler_world import PUBLIC_KEY, ShufflerHere, refusal
-from shufl.shuffler import (
-    ControlClient,
-    Refusal,
-    ShufflerRefused,
-    sealed_length,
-)
+from shufl.shuffler import ControlClient, Refusal, ShufflerRefused, sealed_length
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 

@@ -73,30 +73,6 @@ def test_thousands_of_calls_of_one_node_keep_nobody_out_and_take_no_memory(attac
     assert peak_bytes(world.process.pid) - before < CALLS * BYTES / 2
 
 
-def test_calls_of_one_credential_are_limited_and_another_s_are_not(here):
-    authority, check = Authority.create(), "/grpc.health.v1.Health/Check"
-    many, one = (authority.issue(Role.MONITOR, name) for name in ("many", "one"))
-    world = here(authority=authority, limits={"calls_per_sender": 2})
-    quiet = Silence()
-    with raw_channel(world, many) as channel, raw_channel(world, one) as other:
-        calls = [channel.stream_stream(check)(iter(quiet)) for _ in range(2)]
-        assert other.unary_unary(check)(b"", timeout=LIMIT)
-
-        def refusal():
-            with raw_channel(world, many) as another:
-                try:
-                    another.unary_unary(check)(b"", timeout=LIMIT)
-                except grpc.RpcError as error:
-                    return error.details()
-            return ""
-
-        wait_until(refusal, LIMIT, "both calls to arrive")
-        assert refusal() == "BUSY: too many calls at once"
-        quiet.let_go.set()
-        for call in calls:
-            call.cancel()
-
-
 @pytest.mark.slow
 def test_calls_that_are_open_when_their_certificate_expires_are_ended(here, monkeypatch):
     """A call that says nothing, and a release that is not read."""

@@ -17,18 +17,7 @@ import pytest
 import shufl.server.connected_nodes
 from ports import free_port
 from run_world import LIMIT, json_lines, wait_until
-from server_world import (
-    AUTHORITY,
-    NODES,
-    PLAN,
-    SUMS,
-    USERS,
-    WIDTH,
-    WINDOW,
-    Here,
-    Run,
-    SimulatedRun,
-)
+from server_world import AUTHORITY, NODES, PLAN, SUMS, USERS, WIDTH, WINDOW, Here, Run, SimulatedRun
 from shuffler_world import ShufflerHere
 from shufl.clients import Node, node_round
 from shufl.protocol import GaussianMechanism

@@ -95,16 +95,6 @@ def test_all_orders_of_five_reports_are_equally_likely(batch, pieces_of):
     assert p_value(orders, ORDERS) > FALSE_ALARM
 
 
-def test_the_test_for_uniformity_sees_a_bias():
-    """A shuffle that keeps the arrival order one time in twenty does not pass."""
-    draw = random.Random(1)
-    biased = Counter(
-        tuple(range(5)) if draw.random() < 0.05 else tuple(draw.sample(range(5), 5))
-        for _ in range(1800)
-    )
-    assert p_value(biased, ORDERS) < FALSE_ALARM
-
-
 def test_neighbours_on_arrival_are_not_neighbours_on_release(batch):
     """Rank correlation of arrival and release of 10 000 reports, against its normal law."""
     many = batch(2, 10_000)
@@ -284,29 +274,6 @@ def test_its_file_has_no_name_and_no_bytes_come_twice(memory_path, pieces_of, mo
     assert set(blocks.values()) == {1}
     assert ended(some) == [bytes(64)] * 2
     some.close()
-
-
-def test_no_report_is_on_disk_and_the_directory_is_private(tmp_path):
-    place = tmp_path / "directory"
-    mask = os.umask(0)
-    try:
-        store = RunStore(place)
-        store.create_run("run", plan(50), 64)
-        store.open_round("run", 1, "model", PUBLIC_KEY)
-    finally:
-        os.umask(mask)
-    sent = [os.urandom(64) for _ in range(50)]
-    for user, sealed in enumerate(sent):
-        report = shuffler_world.report(store, user, sealed)
-        assert store.batches.accept(report) is Verdict.ACCEPTED
-    store.close_round("run", 1)
-    file = on_disk(store.release("run", 1))
-    assert len(file) >= 50 * 64
-    assert not any(sealed[at : at + 8] in file for sealed in sent for at in range(0, 64, 8))
-    assert [path.name for path in place.iterdir()] == ["record.jsonl"]
-    modes = [oct(path.stat().st_mode & 0o777) for path in (place, place / "record.jsonl")]
-    assert modes == ["0o700", "0o600"]
-    store.close()
 
 
 def test_many_threads_lose_and_double_nothing(batch, pieces_of):

@@ -5,7 +5,6 @@ how many sealed reports a release has, how long they are and in which order they
 tested with the batch, the health status with the service.
 """
 
-import dataclasses
 import itertools
 import threading
 from collections import Counter
@@ -258,19 +257,6 @@ def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(h
     assert logs[0] == logs[1] != []
 
 
-def test_a_report_for_another_key_than_the_rounds_is_refused(here):
-    """So that no server can tell blankets from reports by the key that opens them."""
-    world = here()
-    header = opened(world)
-    own = world.public_key
-    world.public_key = generate_key_pair()[1]
-    header = dataclasses.replace(header, key_digest=key_digest(world.public_key))
-    assert submitted(world, header, 2) == [Verdict.WRONG_COMMITMENT] * 2
-    world.public_key = own
-    header = dataclasses.replace(header, key_digest=key_digest(own))
-    assert submitted(world, header, 2) == [Verdict.ACCEPTED] * 2
-
-
 @pytest.mark.parametrize("key", [b"", bytes(31), bytes(32), bytes(1216)], ids=len)
 def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(shared, key):
     run = f"key of {len(key)}"
@@ -301,10 +287,3 @@ def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(tiny_disk):
     count = SeededRandomness(5).number_of_blankets(1, 3.0)
     assert store.release("run", 1).count == count > 0
     store.close()
-
-
-def test_a_seed_for_blankets_is_for_a_simulations_own_shuffler_only(command, tmp_path):
-    done = command('simulation_seed = 3\ndirectory = "directory"\n')
-    assert done.returncode == 2
-    words = "simulation_seed is for a simulation's own shuffler"
-    assert done.stderr == f"shuffler: {tmp_path / 'shuffler.toml'}: {words}\n"

@@ -24,20 +24,10 @@ def printed(language):
     return "".join(re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M))
 
 
-@pytest.fixture
-def environment(tmp_path):
-    """Of a shell that finds `shufl`."""
-    shufl = tmp_path / "bin" / "shufl"
-    shufl.parent.mkdir()
-    shufl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shufl.cli "$@"\n')
-    shufl.chmod(0o700)
-    path = f"{shufl.parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path}
-
-
 @pytest.mark.slow
-def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(tmp_path, environment):
-    place = tmp_path / "empty"
+def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(tmp_path):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of `shufl`
+    environment, place = {**os.environ, "PATH": path}, tmp_path / "empty"
     place.mkdir()
     *commands, last = re.findall(r"^\$ (.*)", printed("console"), re.M)
     assert last == START

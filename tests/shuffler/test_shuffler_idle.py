@@ -10,12 +10,7 @@ import pytest
 
 from run_world import LIMIT, wait_until
 from shuffler_world import Relay, in_release, raw_channel
-from shufl.shuffler import (
-    IntakeClient,
-    ShufflerError,
-    ShufflerUnavailable,
-    Verdict,
-)
+from shufl.shuffler import IntakeClient, ShufflerError, ShufflerUnavailable, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.wire import shuffler_pb2

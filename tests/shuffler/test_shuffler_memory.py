@@ -1,7 +1,7 @@
 """The shuffler's memory does not grow with a report, a round, or the number of nodes at once."""
 
+import itertools
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,19 +23,14 @@ FEW = 1e-20  # blankets: two are made, and none is kept
 def submit_at_once(world, header, nodes, reports, length):
     """The same report from all users, over so many connections."""
     content = os.urandom(length)
-    verdicts = []
 
     def node(number):
         with IntakeClient(world.process.address, world.process.submit, timeout=LIMIT) as intake:
             users = range(number * reports, (number + 1) * reports)
-            verdicts.extend(intake.submit(header, ((user, content) for user in users)))
+            return list(intake.submit(header, ((user, content) for user in users)))
 
-    threads = [threading.Thread(target=node, args=(number,)) for number in range(nodes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return verdicts
+    with ThreadPoolExecutor(nodes) as pool:
+        return list(itertools.chain.from_iterable(pool.map(node, range(nodes))))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from run_world import LIMIT
 from shuffler_world import (
     KEY_DIGEST,
+    METHODS,
     PUBLIC_KEY,
     Silence,
     exit_code,
@@ -29,7 +30,6 @@ from shufl.shuffler import (
     ControlClient,
     Refusal,
     RoundHeader,
-    ShufflerProcess,
     ShufflerRefused,
     ShufflerUnavailable,
     Verdict,
@@ -136,11 +136,6 @@ def test_a_release_at_sigterm_goes_on_until_a_second_signal(start, tmp_path):
         list(release)
 
 
-def test_the_parent_waits_longer_than_its_child():
-    for limits, stop_seconds in (({}, 30), ({"stop_seconds": 77}, 77)):
-        assert ShufflerProcess(limits=limits).stop_timeout > stop_seconds
-
-
 def test_a_message_with_more_reports_than_a_client_sends_at_once_is_refused(shared):
     shared.begin("many", users=1000)
 
@@ -210,30 +205,6 @@ def test_any_well_formed_request_gets_its_verdicts_and_any_other_is_refused(
     else:
         assert len(verdicts) in due
         assert all(Verdict(verdict) for verdict in verdicts)
-
-
-METHODS = {
-    "/shufl.v1.Intake/Agree": shuffler_pb2.AgreeRequest(run_id="run", round=1, commitment="c"),
-    "/shufl.v1.Intake/Submit": shuffler_pb2.SubmitRequest(
-        run_id="run",
-        round=1,
-        commitment="c" * 64,
-        sealed=b"x" * 64,
-        users=[3],
-        length=2**20,
-    ),
-    "/shufl.v1.Control/CreateRun": shuffler_pb2.CreateRunRequest(
-        run_id="run", plan=plan(50, 1), report_bytes=64
-    ),
-    "/shufl.v1.Control/OpenRound": shuffler_pb2.OpenRoundRequest(
-        run_id="run", round=1, model_digest="m", public_key=PUBLIC_KEY
-    ),
-    "/shufl.v1.Control/CloseRound": shuffler_pb2.CloseRoundRequest(run_id="no"),
-    "/shufl.v1.Control/Release": shuffler_pb2.ReleaseRequest(run_id="no", round=1),
-    "/shufl.v1.Control/EndRound": shuffler_pb2.EndRoundRequest(run_id="no", round=1),
-    "/shufl.v1.Control/EndRun": shuffler_pb2.EndRunRequest(run_id="no"),
-    "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest(service="a"),
-}
 
 
 @st.composite

@@ -48,6 +48,7 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         ("[limits]\nstreams = 0", "limits.uploads must be a whole number from"),  # as 0.1.0 has it
         ("[limits]\nstreams = 3\nuploads = 4", "unknown key limits.streams; "),
         ("[limits]\nrelease_hours = 0", "limits.release_hours must be a number in (0, 10^4], got"),
+        (DIRECTORY + "simulation_seed = 3", "simulation_seed is for a simulation's own shuffler"),
         ("simulation_seed = -1", "must be a whole number in [0, 2^63), got -1"),
         ("log_file = 3", "log_file must be the path of a file, got 3"),
         ("directory = " + "[" * 5000, "is not valid TOML: it is nested too deeply"),

@@ -1,6 +1,7 @@
 """The record file and its directory: what a start makes of them. In process, on real files."""
 
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -124,8 +125,14 @@ def test_a_directory_serves_one_shuffler_at_a_time(directory, command):
     RunStore(directory).close()
 
 
-def test_a_directory_that_others_may_enter_is_refused(tmp_path):
-    (tmp_path / "something").touch()
+def test_a_directory_is_the_shuffler_s_alone(tmp_path):
+    mask = os.umask(0)
+    try:
+        RunStore(tmp_path / "directory").close()
+    finally:
+        os.umask(mask)
+    places = tmp_path / "directory", tmp_path / "directory/record.jsonl"
+    assert [place.stat().st_mode & 0o777 for place in places] == [0o700, 0o600]
     tmp_path.chmod(0o755)
     with pytest.raises(ValueError, match="must have mode 0700, has 0755"):
         RunStore(tmp_path)

@@ -13,13 +13,7 @@ import pytest
 
 from run_world import LIMIT, wait_until
 from shuffler_world import refusal
-from shufl.shuffler import (
-    IntakeClient,
-    Outcome,
-    Refusal,
-    ShufflerRefused,
-    Verdict,
-)
+from shufl.shuffler import IntakeClient, Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.service.intake_service import IntakeService

@@ -1,7 +1,6 @@
 """A sealed report opens with the server's key, for its round, unchanged; and not otherwise."""
 
 import dataclasses
-import pickle
 
 import numpy as np
 import pytest
@@ -131,12 +130,6 @@ def test_a_models_digest_covers_names_types_shapes_and_values():
     assert len({model_digest(model) for model in models}) == len(models)
     transposed = np.arange(6.0).reshape(2, 3).T
     assert model_digest({"a": transposed}) == model_digest({"a": transposed.copy()})
-
-
-@given(HEADERS)
-def test_a_header_survives_a_pickle(header):
-    assert header.commitment == pickle.loads(pickle.dumps(header)).commitment
-    assert pickle.loads(pickle.dumps(header)) == header
 
 
 @pytest.mark.parametrize("number", [-1, 2**63, 1.0, True, "1"])

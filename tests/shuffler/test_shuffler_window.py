@@ -40,18 +40,13 @@ COVERED = {"users": 20, "cover": True, "window": WINDOW, "accountant": "blanket"
 LENGTH = 64
 
 
-class Clock:
-    """Time that passes when a test says so."""
-
-    def __init__(self, monkeypatch):
-        self.now = 1000.0
-        for store in (rounds, runs):
-            monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: self.now))
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    """Time that passes when a test says so."""
+    clock = SimpleNamespace(now=1000.0)
+    for store in (rounds, runs):
+        monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
 def store_of(tmp_path, **fields):
@@ -111,11 +106,11 @@ def test_the_shuffler_itself_holds_what_the_accountant_counts_on(
 
 
 def test_a_node_that_agrees_and_brings_nothing_three_times_is_named(tmp_path, clock):
-    store = store_of(tmp_path)
-    absent = []
+    store, absent = store_of(tmp_path), []
+    digest = store.create_run("run", plan(**COVERED), LENGTH)  # again
     for number in range(1, 6):
         nonce = store.open_round("run", number, "model", PUBLIC_KEY)
-        shown = RoundHeader("run", number, "model", digest_of(store), KEY_DIGEST)
+        shown = RoundHeader("run", number, "model", digest, KEY_DIGEST)
         for name in ("node", "silent"):
             header, _ = store.batches.agree("run", number, shown.commitment, name)
             assert header.nonce == nonce
@@ -126,10 +121,6 @@ def test_a_node_that_agrees_and_brings_nothing_three_times_is_named(tmp_path, cl
         absent.append(store.close_round("run", number).absent)
         store.end_round("run", number)
     assert absent == [(), (), *[("silent",)] * 3]
-
-
-def digest_of(store):
-    return store.create_run("run", plan(**COVERED), LENGTH)
 
 
 def test_a_plan_with_cover_and_no_window_is_for_simulations(tmp_path):
@@ -191,16 +182,6 @@ def test_a_round_without_a_window_that_its_server_leaves_open_is_given_up(tmp_pa
     clock.now += 1
     store.end_old_rounds(3600)
     assert store.close_round("run", 1) == Closed(Outcome.DISCARDED)
-
-
-def test_a_full_disk_refuses_the_lease_and_spends_no_round(here, tiny_disk):
-    world = here(tiny_disk / "state")
-    world.control.create_run("run", plan(**COVERED), LENGTH)
-    filler = fill_up(tiny_disk, world.control)
-    assert refusal(world.control.reserve, "run") is Refusal.STORAGE_FULL
-    filler.unlink()
-    world.control.reserve("run")
-    world.control.open_round("run", 1, "model", PUBLIC_KEY)
 
 
 def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(here, tmp_path):
