@@ -57,15 +57,6 @@ def load_users():
     return records
 
 
-def broken_users():
-    def fail(user):
-        if user == 7:
-            raise ZeroDivisionError("no records")
-        return records(user)
-
-    return fail
-
-
 WINDOW = Window(
     work_until=900.0, send_after=901.0, send_spread=0.0, grace=900.0, answer_every=0.05,
     query_every=0.05, most_records=3,

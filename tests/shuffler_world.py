@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,9 @@ def plan(users=1000, minimum_batch=1, **others):
     sizes = {"users": users, "minimum_batch": minimum_batch}
     return json.dumps(fields | {"mechanism": mechanism} | sizes | others).encode()
 
+
+ACCEPTED = 'shufl_reports_total{verdict="ACCEPTED"}'
+"""Counts accepted reports."""
 
 METHODS = {
     "/shufl.v1.Intake/Agree": shuffler_pb2.AgreeRequest(run_id="run", round=1, commitment="c"),
@@ -352,7 +356,7 @@ def scrape(address):
 
 def _values(text):
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, _, value in lines}
+    return defaultdict(float, {name: float(value) for name, _, value in lines})
 
 
 def logged(log):

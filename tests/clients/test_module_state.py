@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,6 +121,27 @@ def test_restoring_names_what_had_changed():
     assert sorted(changed) == ["0.bias", "1.weight", "nothing", "steps"]
     assert (model.steps, model.nothing, state.restore()) == (0, [], [])
     assert model[0].bias.requires_grad and model[1].weight.any()
+
+
+class Hidden(models.Slots):
+    """Has a property of the name of its base's slot."""
+
+    @property
+    def value(self):
+        return object()
+
+
+def test_slots_are_put_back_whatever_has_their_name():
+    model, slot = nn.Linear(2, 2), models.Slots.value
+    model.held, model.empty, model.folder = Hidden(), Hidden(), Path("records")
+    slot.__set__(model.held, 1)
+    state = ModuleState(model)
+    hash(model.folder)  # which it then keeps: that is nothing of a record
+    assert state.restore() == []
+    slot.__delete__(model.held)
+    slot.__set__(model.empty, 2)
+    assert sorted(state.restore()) == ["empty.value", "held.value"]
+    assert slot.__get__(model.held) == 1 and not state.restore()
 
 
 def test_what_cannot_be_put_back_is_refused():

@@ -117,13 +117,3 @@ def test_whether_a_sum_is_refused_depends_on_the_servers_noise_too():
         except SpoiledBatch:
             refused += 1
     assert 0 < refused < 60
-
-
-def test_sums_hold_some_ten_million_users_of_a_model_of_mnists_size():
-    plan = PLAN.replace(
-        users=10**7, least_present=10**7, check_in_rate=0.1, accountant="sum-distributed",
-        central_noise=0.0,
-    )  # fmt: skip
-    plan.check_dimension(26_010, 1)
-    with pytest.raises(ValueError, match=r"at most 31 bits with mixing sum, got 31\.8"):
-        plan.replace(users=2 * 10**7, least_present=10**7).check_dimension(26_010, 1)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import Relay, in_release, raw_channel
+from shuffler_world import ACCEPTED, Relay, in_release, raw_channel
 from shufl.shuffler import IntakeClient, ShufflerError, ShufflerUnavailable, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
@@ -18,6 +18,8 @@ from shufl.shuffler.wire.channel import PIECE_BYTES
 from shufl.shuffler.wire.connection import Stub
 
 IDLE = 0.2
+ENDED = 'shufl_refusals_total{reason="IDLE"}'
+"""Counts calls that were ended because they said nothing."""
 
 
 @pytest.mark.parametrize(("length", "known"), [(100, 1), (PIECE_BYTES + 1, 4)])
@@ -30,21 +32,12 @@ def test_a_report_is_sent_before_the_next_is_made(here, length, known):
     def reports():
         for user, sealed in enumerate(sent):
             due = min(user, known)
-            wait_until(lambda: accepted(world) >= due, LIMIT, "the report before")  # noqa: B023
+            wait_until(lambda: world.process.scrape()[ACCEPTED] >= due, LIMIT, "the report before")  # noqa: B023
             yield user, sealed
 
     assert list(world.intake.submit(header, reports())) == [Verdict.ACCEPTED] * 4
-    assert ended(world) == 0
+    assert world.process.scrape()[ENDED] == 0
     assert sorted(world.released(header)) == sorted(sent)
-
-
-def accepted(world):
-    return world.process.scrape().get('shufl_reports_total{verdict="ACCEPTED"}', 0)
-
-
-def ended(world):
-    """How many calls the shuffler has ended because they said nothing."""
-    return world.process.scrape().get('shufl_refusals_total{reason="IDLE"}', 0)
 
 
 NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1)]
@@ -65,7 +58,7 @@ def test_a_node_that_does_not_take_its_answers_keeps_only_itself_out(here):
         )
         calls = [submit(iter([junk]), timeout=LIMIT) for _ in range(2)]
         unknown = 'shufl_reports_total{verdict="UNKNOWN_RUN"}'
-        wait_until(lambda: world.process.scrape().get(unknown) == 400, LIMIT, "both calls")
+        wait_until(lambda: world.process.scrape()[unknown] == 400, LIMIT, "both calls")
         with raw_channel(world, deaf) as again, pytest.raises(grpc.RpcError) as refused:
             Stub("Intake", again).Submit(junk, timeout=LIMIT)
         assert refused.value.details().startswith("BUSY")
@@ -84,7 +77,7 @@ def test_a_report_that_stops_on_its_way_is_sent_again(here):
         ThreadPoolExecutor() as threads,
     ):
         sending = threads.submit(lambda: list(intake.submit(header, [(0, sealed)])))
-        wait_until(lambda: ended(world), LIMIT, "an idle call")
+        wait_until(lambda: world.process.scrape()[ENDED], LIMIT, "an idle call")
         assert world.submit(header, [(1, other)]) == [Verdict.ACCEPTED]
         go_on.set()
         assert sending.result(LIMIT) == [Verdict.ACCEPTED]

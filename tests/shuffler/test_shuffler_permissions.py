@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives import hashes
 from ports import free_port
 from run_world import LIMIT, wait_until
 from shuffler_world import (
+    ACCEPTED,
     KEY_DIGEST,
     METHODS,
     PUBLIC_KEY,
@@ -180,20 +181,14 @@ def test_a_credential_reports_for_its_own_users_and_each_once(guarded):
     assert len(guarded.released(header)) == 4
 
 
-ACCEPTED = 'shufl_reports_total{verdict="ACCEPTED"}'
-
-
 def test_a_certificate_that_expires_is_nobody_s_on_an_open_connection_too(guarded, monkeypatch):
     node, server = credentials("node", days=1), credentials("server", days=1)
     header = guarded.begin("expiry")
 
-    def accepted():
-        return guarded.process.scrape().get(ACCEPTED, 0)
-
     def reports():
-        before = accepted()
+        before = guarded.process.scrape()[ACCEPTED]
         yield 0, bytes(REPORT_BYTES)
-        wait_until(lambda: accepted() > before, LIMIT, "the first report")
+        wait_until(lambda: guarded.process.scrape()[ACCEPTED] > before, LIMIT, "the first report")
         pass_days(monkeypatch, 1)
         yield 1, bytes(REPORT_BYTES)
 
@@ -302,7 +297,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path):
 
             def reports():
                 yield 0, bytes(REPORT_BYTES)
-                wait_until(lambda: scrape(metrics).get(ACCEPTED), LIMIT, "the first report")
+                wait_until(lambda: scrape(metrics)[ACCEPTED], LIMIT, "the first report")
                 withdraw(withdrawn, event="credentials read: 1")
                 yield 1, bytes(REPORT_BYTES)
 

@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import refusal
 from shufl.shuffler import IntakeClient, Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
@@ -101,14 +100,6 @@ def test_a_deadline_that_is_not_positive_is_refused(here):
     world = here()
     with pytest.raises(ValueError, match="deadline must be positive, got 0"):
         list(world.intake.submit(world.begin(), [], deadline=0))
-
-
-def test_a_node_that_may_not_submit_is_told_at_once(here):
-    world = here()
-    header = world.begin()
-    with IntakeClient(world.process.address, world.process.monitor) as intake:
-        sending = intake.submit(header, world.reports(header, 1), deadline=3600)
-        assert refusal(list, sending) is Refusal.NOT_PERMITTED
 
 
 def test_waits_are_drawn_from_bounds_that_double(monkeypatch):
