@@ -151,7 +151,6 @@ class World(Rehearsal):
 
     def finish(self, seconds=LIMIT):
         """Waits for the command to end."""
-        assert self.command is not None
         out, err = self.command.communicate(timeout=seconds)
         return self.command.returncode, out, err
 

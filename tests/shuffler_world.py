@@ -106,7 +106,6 @@ def shuffler_of(config):
 
 def listening(child):
     """Where it listens, once it does."""
-    assert child.stdout is not None
     line = child.stdout.readline()
     assert line.startswith(READY)
     return line.removeprefix(READY).strip()
@@ -140,7 +139,6 @@ def fill_up(disk, store):
 def raw_channel(world, credentials=None, options=CHANNEL_OPTIONS):
     """A channel without our client; with a node's credentials, or those given."""
     given = credentials or world.process.submit
-    assert given is not None
     tls = grpc.ssl_channel_credentials(given.authority, given.private_key, given.certificate)
     return grpc.secure_channel(world.process.address, tls, options)
 
@@ -240,7 +238,6 @@ class ShufflerHere(ShufflerProcess):
     def begin_to_stop(self):
         """What SIGTERM begins, and what a second one does: releases have no more time."""
         server, self._server = self._server, None
-        assert server is not None
         at_once = asyncio.Event()
         stopping = asyncio.run_coroutine_threadsafe(server.stop(at_once), _loop())
         return stopping, functools.partial(_loop().call_soon_threadsafe, at_once.set)
@@ -415,7 +412,6 @@ def refusal(call, *arguments):
 def exit_code(world):
     """Waits for the end of the process, and leaves its code for its owner to take."""
     ended = os.waitid(os.P_PID, world.process.pid, os.WEXITED | os.WNOWAIT)
-    assert ended is not None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 

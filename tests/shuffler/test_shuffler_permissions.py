@@ -307,9 +307,8 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path):
             refused(intake.submit, header, [(2, bytes(REPORT_BYTES))])
             accepted = [Verdict.ACCEPTED]
             assert list(others.submit(header, [(0, bytes(REPORT_BYTES))])) == accepted
-            assert (
-                list(again.submit(header, [(3, bytes(REPORT_BYTES))])) == accepted
-            )  # of the same name
+            # Another certificate of the same name is still good.
+            assert list(again.submit(header, [(3, bytes(REPORT_BYTES))])) == accepted
             withdraw("a-node", server.fingerprint, event="credentials read: 2")
             refused(again.submit, header, [(4, bytes(REPORT_BYTES))])
             refused(control.close_round, "run", 1)
