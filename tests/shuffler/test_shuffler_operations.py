@@ -110,7 +110,7 @@ def test_a_release_that_runs_at_the_end_is_finished_and_new_calls_are_refused(he
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "limits", [{"stop_seconds": 0.1}, {"stop_seconds": 2 * LIMIT, "idle_seconds": 0.2}]
+    "limits", [{"stop_seconds": 0.1}, {"stop_seconds": 2 * LIMIT, "idle_seconds": 2.0}]
 )
 def test_a_release_at_the_end_gets_no_more_than_its_time_nor_goes_on_unread(
     here, monkeypatch, limits
