@@ -1,7 +1,5 @@
 """A run on a real shuffler, and the messages that its server would send to a node."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 
@@ -42,16 +40,8 @@ DIMENSION = 2 * WIDTH + 2
 
 
 def plan(rate):
-    return make_plan(
-        users=USERS,
-        check_in_rate=rate,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        rounds=50,
-        delta=1 / USERS,
-        target_epsilon=3.0,
-        minimum_batch=1,
-    )
+    budget = {"rounds": 50, "delta": 1 / USERS, "target_epsilon": 3.0}
+    return make_plan(users=USERS, check_in_rate=rate, noise_multiplier=2.0, **budget)
 
 
 def make_model():
@@ -65,15 +55,6 @@ def records(user):
 
 def load_users():
     return records
-
-
-def broken_users():
-    def fail(user):
-        if user == 7:
-            raise ZeroDivisionError("no records")
-        return records(user)
-
-    return fail
 
 
 WINDOW = Window(

@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import functools
 import tempfile
-from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +40,7 @@ _CI_INSTALLS = "nginx|nft"
 _WITH_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Before any test is imported: the profile, and what xdist's workers share."""
     usual = "night" if _is_night(config) else "day"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
@@ -54,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(stack.close)
 
 
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     """One more than there are processors: tests of deployments wait as long as they compute.
 
     At most nine, as each holds torch and the longest file takes as long as an eighth of all.
@@ -62,7 +61,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(os.cpu_count() or 1, 8) + 1
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """By night every test that draws examples runs again, with more of them.
 
     Puts first what takes longest, so that the workers of `make test` end together. Tests of a
@@ -73,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if is_hypothesis_test(getattr(item, "obj", None)):
                 item.add_marker("nightly")
 
-    def rank(item: pytest.Item) -> tuple[object, ...]:
+    def rank(item):
         if any(part in item.nodeid for part in _DEPLOYMENTS):
             return 0, *item.location[:2]
         return (1,) if "integration" in item.nodeid else (2,)
@@ -82,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport():
     """A test that is skipped in CI because what `.ci/run` installs is not there has failed."""
     report = yield
     if report.skipped and os.environ.get("CI") and isinstance(report.longrepr, tuple):
@@ -92,7 +91,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-def _is_night(config: pytest.Config) -> bool:
+def _is_night(config):
     """Whether this is `make nightly`, or `pytest -m nightly` of some files."""
     return config.option.markexpr == "nightly"
 
@@ -149,15 +148,23 @@ def warm_deployment(request):
 
 
 @pytest.fixture
-def make_round(request):
-    """Makes rounds of a run on a shuffler of this process; see `client_world.Round`."""
-    from client_world import Round
+def shuffler_here(request):
+    """A shuffler of this process; a test may give options to it as an indirect parameter."""
     from shuffler_world import ShufflerHere
+
+    with ShufflerHere(**getattr(request, "param", {})) as here:
+        yield here
+
+
+@pytest.fixture
+def make_round(request, shuffler_here):
+    """Makes rounds of a run on this shuffler; see `client_world.Round`."""
+    from client_world import Round
     from shufl.clients import client_app
     from shufl.shuffler import ControlClient
 
-    run_id = request.node.name[:200]
-    with ShufflerHere() as here, ControlClient(here.address, here.control) as control:
+    run_id, here = request.node.name[:200], shuffler_here
+    with ControlClient(here.address, here.control) as control:
         yield functools.partial(Round, here.address, here.submit, control, run_id=run_id)
     client_app._nodes.clear()
 
@@ -177,7 +184,7 @@ def shared_ray(ray_address):
 
 
 @pytest.fixture
-def memory_path() -> Iterator[Path]:
+def memory_path():
     """A directory in memory where there is such a place: every report is synced to disk."""
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         yield Path(folder)

@@ -1,7 +1,5 @@
 """A deployment on loopback for tests: its file, a run on it that can be watched and hurt, nginx."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -13,14 +11,12 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from run_world import LIMIT, children, json_lines, shufl
-from shufl.accounting import Ledger, PrivacyPlan
+from shufl.accounting import Ledger
 from shufl.deploy.deployment import Deployment, flower_environment
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
@@ -56,10 +52,10 @@ _WINDOW = {
 }
 
 
-def number_accounts(script: Path) -> None:
+def number_accounts(script):
     """Has an install.sh give files to numbers: nobody has the accounts here."""
 
-    def numbered(line: re.Match[str]) -> str:
+    def numbered(line):
         return re.sub(r"\bshufl(-\w+)?\b", lambda name: str(ACCOUNTS[name[0]]), line[0])
 
     lines = re.compile("^ *(chown|setpriv) .*$", re.MULTILINE)
@@ -67,28 +63,21 @@ def number_accounts(script: Path) -> None:
 
 
 def deployment_of(
-    base: Path,
-    nodes: int,
-    rounds: int,
+    base,
+    nodes,
+    rounds,
     *,
-    shufflers: int = 1,
-    users: int = 3,
-    hidden: int = 64,
-    window: dict[str, float] | None = None,
-    privacy: dict[str, Any] | None = None,
-    **server: Any,
-) -> Deployment:
-    """A deployment whose nodes have a few users each; its configuration goes into `base`.
+    shufflers=1,
+    users=3,
+    hidden=64,
+    window=None,
+    privacy=None,
+    **server,
+):
+    """A deployment whose nodes have `users` each; its configuration goes into the folder `base`.
 
-    Args:
-        base: a folder.
-        nodes, shufflers: as many are numbered from 1.
-        rounds: the plan's last.
-        users: of each node.
-        hidden: the model's width; at 4096 it has 1.2 MB.
-        window: keys of `[window]` that are others than usual.
-        privacy: keys of `[privacy]` that are others than usual.
-        server: keys of `[server]` that are.
+    `window`, `privacy` and `server` are keys of those sections that are others than usual. A model
+    of the `hidden` width 4096 has 1.2 MB.
     """
     config = {
         "name": NAME,
@@ -114,14 +103,14 @@ def deployment_of(
     )
 
 
-def message_seconds() -> float:
+def message_seconds():
     """In which a message comes to all nodes here, for which Flower starts a process at each."""
     begun = time.monotonic()
     subprocess.run([command("flwr"), "--version"], check=True, capture_output=True)
     return max(10.0, math.ceil(5 * (time.monotonic() - begun)))
 
 
-def window_here() -> dict[str, float]:
+def window_here():
     """A window in which nodes get a round's message, and have three times their work left."""
     work_until = 2 * message_seconds()
     return {"work_until": work_until, "send_after": work_until + 0.1}
@@ -130,15 +119,11 @@ def window_here() -> dict[str, float]:
 class World(Rehearsal):
     """A rehearsal, and `shufl run --on` on its server as a process."""
 
-    def __init__(self, base: Path, nodes: int, rounds: int, *, proxied: bool = False, **about: Any):
-        """Provisions it in `base`; a round needs the users of all nodes but one.
+    def __init__(self, base, nodes, rounds, *, proxied=False, **about):
+        """Provisions it in the folder `base`; a round needs the users of all nodes but one.
 
-        It needs one user where there are two shufflers, or the minimum batch that `about` says.
-
-        Args:
-            base: a folder.
-            nodes, rounds, about: as for `deployment_of`.
-            proxied: as for `Rehearsal`.
+        It needs one user where there are two shufflers, or the minimum batch that `about` says,
+        which is as for `deployment_of`.
         """
         least = max(1, nodes - 1) * about.get("users", 3) if about.get("shufflers", 1) == 1 else 1
         about["privacy"] = {"minimum_batch": least} | about.get("privacy", {})
@@ -146,54 +131,53 @@ class World(Rehearsal):
         deployment = deployment_of(base, nodes, rounds, **(usual | about))
         super().__init__(deployment, base, base / "s", proxied)
         self.server = self.folder / "server"
-        self.command: Warm | None = None
+        self.command = None
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         """Ends the run, then the rest."""
         if self.command is not None and self.command.poll() is None:
             self.command.kill()
             self.command.communicate()
         super().__exit__()
 
-    def run(self, *arguments: object) -> None:
+    def run(self, *arguments):
         """Begins `shufl run ARGUMENTS --on` in the server's folder."""
         given = "run", *(arguments or ["run.toml"]), "--on", NAME
         self.command = Warm(given, cwd=self.server, env={**os.environ, "COLUMNS": "120"})
 
-    def resume(self) -> None:
+    def resume(self):
         """Goes on with the one run there is."""
         self.run("--resume", self.run_folder)
 
-    def finish(self, seconds: float = LIMIT) -> tuple[int, str, str]:
+    def finish(self, seconds=LIMIT):
         """Waits for the command to end."""
-        assert self.command is not None
         out, err = self.command.communicate(timeout=seconds)
         return self.command.returncode, out, err
 
     @property
-    def run_folder(self) -> Path:
+    def run_folder(self):
         (folder,) = (self.server / "runs").iterdir()
         return folder
 
     @property
-    def shown(self) -> str:
+    def shown(self):
         """What the run has said to its operator; empty: there is none yet."""
         found = (self.server / "runs").glob("*/console.txt")
         return "".join(file.read_text() for file in found)
 
     @property
-    def rows(self) -> list[dict]:
+    def rows(self):
         """Of the rounds so far."""
         with contextlib.suppress(ValueError, OSError):
             return json_lines(self.run_folder / "metrics.jsonl")
         return []
 
     @property
-    def rounds_spent(self) -> list[int]:
+    def rounds_spent(self):
         """By the ledger."""
         return [entry.round for entry in Ledger.read(self.run_folder / "ledger.jsonl").entries]
 
-    def rounds_offered(self, node: str) -> list[int]:
+    def rounds_offered(self, node):
         """By the ledger of its device."""
         path = self.folder / node / "device.db"
         if not path.exists():
@@ -205,28 +189,28 @@ class World(Rehearsal):
             return [round for (round,) in ledger.execute("SELECT round FROM rounds ORDER BY 1")]
 
     @property
-    def plan(self) -> PrivacyPlan:
+    def plan(self):
         """That all sites have."""
         return agreed_plan(load(str(self.server / "run.toml")))
 
-    def status(self) -> dict:
+    def status(self):
         """What `shufl status --json` prints on the server."""
         done = shufl("status", "--json", cwd=self.server)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def flwr(self, *arguments: str) -> str:
+    def flwr(self, *arguments):
         """What Flower's command says on the server."""
         env = flower_environment(self.server / FLOWER_FOLDER)
         done = play(arguments, LIMIT, program="flwr", cwd=self.server, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def wait_for_round(self, round: int) -> None:
+    def wait_for_round(self, round):
         """Waits until a round has ended."""
         self.wait_until(lambda: any(row["round"] >= round for row in self.rows), f"round {round}")
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_until(self, condition, what):
         """Waits for a state; resumes the run where a machine was too busy for three rounds."""
         deadline = time.monotonic() + LIMIT
         while not condition():
@@ -237,7 +221,7 @@ class World(Rehearsal):
             assert time.monotonic() < deadline, f"waited for {what}: {self.tell()}"
             time.sleep(0.1)
 
-    def kill_server_app(self) -> None:
+    def kill_server_app(self):
         """kill -9 of the process that runs the ServerApp."""
         (pid,) = [
             pid
@@ -247,7 +231,7 @@ class World(Rehearsal):
         ]
         os.kill(pid, signal.SIGKILL)
 
-    def end(self, site: str, name: str) -> None:
+    def end(self, site, name):
         """SIGTERM of one process, which is not started again; then of what it has started."""
         with self._lock:
             process = self.running.pop((site, name))
@@ -255,15 +239,15 @@ class World(Rehearsal):
             process.wait()
             self._kill_group(process)
 
-    def kill_process(self, site: str, name: str) -> None:
+    def kill_process(self, site, name):
         """kill -9 of one process alone, which is then started again."""
         os.kill(self.running[site, name].pid, signal.SIGKILL)
 
-    def wait_for_superlink(self) -> None:
+    def wait_for_superlink(self):
         """Waits until it listens."""
         self.wait_for_port(self.deployment.server.local_port)
 
-    def tell(self) -> str:
+    def tell(self):
         """What the run's logs say last."""
         logs = [self.run_folder / name for name in ("server.log", "flower.log", "console.txt")]
         return "\n".join(f"{path}:\n{path.read_text()[-1500:]}" for path in logs if path.exists())
@@ -272,7 +256,7 @@ class World(Rehearsal):
 class Nginx:
     """nginx in the foreground, with the `nginx.conf` of the server or of a shuffler."""
 
-    def __init__(self, conf: Path, folder: Path, *, stream: bool = False):
+    def __init__(self, conf, folder, *, stream=False):
         """Starts it; its own files are in `folder`. The file of a shuffler is of a `stream`."""
         folder.mkdir()
         kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -289,24 +273,24 @@ class Nginx:
         assert program is not None
         self.process = subprocess.Popen([program, "-p", str(folder), "-c", str(main)])
 
-    def stop(self) -> None:
+    def stop(self):
         """Ends it, by process id."""
         self.process.terminate()
         self.process.wait(LIMIT)
 
 
-def command(name: str) -> str:
+def command(name):
     """A program of this environment."""
     return str(Path(sys.executable).with_name(name))
 
 
-def run_flwr(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_flwr(home, *arguments):
     """Runs Flower's command with the connections of a folder."""
     done = play(arguments, LIMIT, program="flwr", env=flower_environment(home))
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout + done.stderr)
 
 
-def write_flower_app(folder: Path, server: str, client: str) -> None:
+def write_flower_app(folder, server, client):
     """Writes a Flower app of these two modules, each of which has an `app`."""
     (folder / "strange").mkdir(parents=True)
     for name, text in {"__init__": "", "server": server, "client": client}.items():

@@ -18,7 +18,7 @@ _IN_TURN = itertools.cycle(itertools.chain(_OWN[os.getpid() % len(_OWN) :], _OWN
 """Not from the first: another pytest may be at work."""
 
 
-def free_port() -> int:
+def free_port():
     """One that nobody listens on."""
     for port in itertools.islice(_IN_TURN, len(_OWN)):
         with socket.socket() as probe, suppress(OSError):
@@ -27,6 +27,6 @@ def free_port() -> int:
     raise AssertionError(f"no port of {_OWN} is free")
 
 
-def free_ports(number: int):
+def free_ports(number):
     """As many, for what asks `shufl.deploy.rehearse.free_ports`."""
     return iter([free_port() for _ in range(number)])

@@ -30,6 +30,10 @@ def words(*shape):
     return np.random.default_rng(1).integers(2**64, size=shape, dtype=np.uint64)
 
 
+USUAL = {"rounds": 10, "delta": 1e-5, "target_epsilon": 1e9, "minimum_batch": 1}
+
+
 def make_plan(*, noise_multiplier, clip_norm=1.0, **values):
+    """Of these values, and `USUAL` ones."""
     mechanism = GaussianMechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
-    return PrivacyPlan(mechanism=mechanism, **values)
+    return PrivacyPlan(mechanism=mechanism, **USUAL | values)

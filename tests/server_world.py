@@ -35,8 +35,8 @@ WINDOW = Window(
     most_records=1,
 )  # fmt: skip
 PLAN = make_plan(
-    users=USERS, check_in_rate=1.0, noise_multiplier=1e-3, rounds=9, delta=1e-5,
-    target_epsilon=1e12, minimum_batch=1, accountant="local", cover=True, window=WINDOW,
+    users=USERS, check_in_rate=1.0, noise_multiplier=1e-3, target_epsilon=1e12, accountant="local",
+    cover=True, window=WINDOW,
 )  # fmt: skip
 
 AUTHORITY = Authority.create()

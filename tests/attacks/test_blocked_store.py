@@ -1,7 +1,5 @@
 """A server that takes all the room there is, and nodes that hold what they do not use."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from run_world import LIMIT
-from shuffler_world import ShufflerHere, World, plan, raw_channel, refusal
+from shuffler_world import ShufflerHere, World, plan, refusal
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -23,10 +21,6 @@ from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.connection import Stub
-
-UPLOADS = 8
 
 
 def test_one_server_cannot_take_what_others_need(here):
@@ -53,7 +47,7 @@ def test_one_server_cannot_take_what_others_need(here):
 
 
 @pytest.mark.parametrize("sent", [0, 100])
-def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(here, sent: int):
+def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(here, sent):
     """Without cover that number and the released one would tell the number of blankets."""
     fits = 9_000_000 // 40_000 - 100
     world = here(limits={"disk_gigabytes_per_server": 0.009})
@@ -71,35 +65,14 @@ def test_a_server_that_fills_its_room_does_not_learn_how_many_have_reported(here
         assert refused.value.reason is Refusal.STORAGE_FULL
 
 
-def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(here):
-    """As many as may be on their way, by users who then do not report."""
-    authority, length = Authority.create(), PIECE_BYTES + 1
-    world = here(authority=authority, limits={"uploads": UPLOADS})
-    header = world.begin(users=20, report_bytes=length)
-    about = {"run_id": "run", "round": 1, "commitment": header.commitment, "length": length}
-    holder = authority.issue(Role.NODE, "holder", users=20)
-    with raw_channel(world, holder) as channel:
-        for user in range(UPLOADS):
-            first = shuffler_pb2.SubmitRequest(
-                users=[user], sealed=bytes(PIECE_BYTES), upload=user, **about
-            )
-            assert not Stub("Intake", channel).Submit(first, timeout=LIMIT).verdicts
-    reports = [(user, os.urandom(length)) for user in range(20)]
-    assert world.submit(header, reports) == [Verdict.ACCEPTED] * 20
-    assert world.control.close_round("run", 1).outcome.name == "RELEASABLE"
-    assert len(list(world.control.release("run", 1))) == 20
-
-
-def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s(
-    here, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s(here, monkeypatch):
     """The first one's are not made before the test says so."""
     authority, over = Authority.create(), threading.Event()
     world = here(authority=authority)
     batches = world.process.store.batches
     make = batches.make_blankets
 
-    def make_more(run: str, round: int) -> bool:
+    def make_more(run, round):
         return make(run, round) or (run == "many" and not over.is_set())
 
     monkeypatch.setattr(batches, "make_blankets", make_more)
@@ -118,13 +91,11 @@ def test_the_blankets_of_one_server_s_round_do_not_hold_up_another_s(
         over.set()
 
 
-def test_a_round_that_is_closed_while_it_is_opened_still_gets_all_its_blankets(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_round_that_is_closed_while_it_is_opened_still_gets_all_its_blankets(monkeypatch):
     """Fewer of them would hide the users' reports less than its ε says."""
     opening, asked, go_on, over = (threading.Event() for _ in range(4))
 
-    async def check_nothing(_: object, request: object, caller: object) -> None:
+    async def check_nothing(_, request, caller):
         """As for the owner; the check would wait in the store's thread."""
         if isinstance(request, shuffler_pb2.CloseRoundRequest):
             asked.set()
@@ -134,7 +105,7 @@ def test_a_round_that_is_closed_while_it_is_opened_still_gets_all_its_blankets(
         world, store = World(shuffler), shuffler.store
         open_round, make = store.open_round, store.batches.make_blankets
 
-        def open_slowly(*about: object) -> bytes:
+        def open_slowly(*about):
             opening.set()
             go_on.wait(LIMIT)
             return open_round(*about)

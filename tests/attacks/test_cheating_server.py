@@ -4,8 +4,6 @@ Accounts, modes and units are those that the node's README and service files say
 word. The code runs where Flower starts it: under the SuperNode, in the SuperNode's account.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -13,7 +11,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,7 +123,7 @@ def query(message, context):
 """
 
 
-def _become(account: int, mask: int) -> Callable[[], None]:
+def _become(account, mask):
     """What a new process does to become another account.
 
     An interpreter that lies in root's home is shown to it by mounts of its own.
@@ -136,7 +133,7 @@ def _become(account: int, mask: int) -> Callable[[], None]:
 
     libc = ctypes.CDLL(None)
 
-    def become() -> None:
+    def become():
         if closed:
             failed = libc.unshare(_NEW_MOUNTS) or libc.mount(None, b"/", None, _PRIVATE, None)
             shown = os.open(prefix, os.O_PATH)
@@ -157,7 +154,7 @@ def _become(account: int, mask: int) -> Callable[[], None]:
 class AsInstalled(Rehearsal):
     """Nodes are installed by their install.sh, and run as their units say."""
 
-    def install(self, name: str) -> None:
+    def install(self, name):
         """Runs `install.sh modes`, with numbers for the accounts, which nobody has here."""
         site = self.folder / name
         (site / ".venv").mkdir()
@@ -166,11 +163,11 @@ class AsInstalled(Rehearsal):
         number_accounts(site / "install.sh")
         self.install_modes(name)
 
-    def install_modes(self, name: str) -> None:
+    def install_modes(self, name):
         """Gives the files their owners and modes, as at any later time."""
         subprocess.run(["sh", "install.sh", "modes"], cwd=self.folder / name, check=True)
 
-    def start_node(self, name: str) -> None:
+    def start_node(self, name):
         """Starts the processes with the units' accounts."""
         for process in ("node", "supernode", "clientapp"):
             unit = (self.folder / name / f"shufl-{process}.service").read_text()
@@ -196,9 +193,7 @@ def said(warm_deployment):
             rehearsal.install_modes("ward-1")  # while it runs
             assert (site / "node.sock").stat() == before
             files = [path for path in site.rglob("*") if path.is_file()]
-            paths = [
-                str(path) for path in files if path.suffix != ".out"
-            ]  # the journal, as installed
+            paths = [str(path) for path in files if path.suffix != ".out"]  # the journal
             about = {
                 "LIMIT": LIMIT,
                 "SITE": str(site),

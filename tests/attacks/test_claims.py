@@ -4,8 +4,6 @@ Each attack runs client, shuffler and server. The adversary compares two worlds,
 the canary, holds opposite records; what it shows of δ(ε) is a lower bound at 99 %.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import numpy as np
@@ -165,16 +163,15 @@ def test_a_server_that_asks_one_user_for_a_sum_has_the_shufflers_noise_in_it(shu
 
 
 @pytest.mark.parametrize("name", ON_OTHERS)
-def test_a_server_that_asks_one_node_of_three_gets_nothing(shuffler, request, name):
+def test_a_server_that_asks_one_node_of_three_gets_nothing(make_round, name):
     """Nor does it if the network keeps the others from hearing of the round."""
     changes = {"mixing": "sum"} if name == "sum-distributed" else {}
-    with ControlClient(shuffler.address, shuffler.control) as control:
-        round = Round(shuffler.address, shuffler.submit, control, request.node.name, rate=0.5)
-        round.under(cover=True, least_present=USERS, accountant=name, **changes).open()
-        reply_content(round.announce(node=1))
-        about = round.header.run_id, round.header.round
-        assert control.close_round(*about).outcome is Outcome.BELOW_MINIMUM
-        assert refusal(control.release, *about) is Refusal.BELOW_MINIMUM
+    round = make_round(rate=0.5)
+    round.under(cover=True, least_present=USERS, accountant=name, **changes).open()
+    reply_content(round.announce(node=1))
+    about = round.header.run_id, round.header.round
+    assert round.control.close_round(*about).outcome is Outcome.BELOW_MINIMUM
+    assert refusal(round.control.release, *about) is Refusal.BELOW_MINIMUM
 
 
 @pytest.fixture

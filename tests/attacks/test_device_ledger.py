@@ -1,9 +1,6 @@
 """One round offered to a device again and again, and budgets spread over many runs."""
 
-from __future__ import annotations
-
 import dataclasses
-import hashlib
 import math
 import random
 import shutil
@@ -19,7 +16,6 @@ import pytest
 
 from client_world import WINDOW, Round, reply_content
 from rounds import make_plan
-from shuffler_world import ShufflerHere
 from shufl import accounting
 from shufl.clients import (
     DeviceLedger,
@@ -31,19 +27,12 @@ from shufl.clients import (
     serve_device,
 )
 from shufl.clients.device_ledger import runs_of
-from shufl.shuffler import ControlClient, RoundHeader
+from shufl.shuffler import RoundHeader
 
 PLAN = make_plan(
-    users=1000,
-    check_in_rate=0.5,
-    noise_multiplier=1.0,
-    rounds=100,
-    delta=1e-5,
-    target_epsilon=100.0,
-    minimum_batch=1,
-    shuffler_blankets=500.0,
+    users=1000, check_in_rate=0.5, noise_multiplier=1.0, rounds=100, shuffler_blankets=500.0,
     accountant="blanket",
-)
+)  # fmt: skip
 
 
 def header(round, run_id="run", plan=PLAN):
@@ -54,8 +43,9 @@ def limits(**changes):
     return DeviceLimits(**({"most_epsilon": 50.0, "delta": 1e-5} | changes))
 
 
-def share(number, delta=1e-5):
-    return delta * 6 / (math.pi * number) ** 2
+def share(number):
+    """Of delta, for a device's so-manieth run."""
+    return 1e-5 * 6 / (math.pi * number) ** 2
 
 
 def charge_of(rounds, number, plan=PLAN):
@@ -64,60 +54,48 @@ def charge_of(rounds, number, plan=PLAN):
     return accountant.get_epsilon(share(number))
 
 
-def test_the_shares_of_delta_add_up_to_it():
-    assert sum(share(number) for number in range(1, 100_000)) < 1e-5
-
-
 @pytest.mark.parametrize("forgotten", [1, 2, 7, 40])
 def test_a_lost_ledger_costs_no_more_than_delta_if_its_owner_does_as_the_page_says(forgotten):
     """Its shares, and all that the new one may ever spend; most_epsilon is in test_year.py."""
     page = Path(__file__).parents[2] / "docs/recovery.md"
     assert "multiply `delta` by 0.6 / (n + 1)" in page.read_text(encoding="utf-8")
     left = 1e-5 * 0.6 / (forgotten + 1)
+    assert sum(map(share, range(1, 100_000))) < 1e-5
     assert sum(map(share, range(1, forgotten + 1))) + left <= 1e-5
 
 
-def test_an_open_round_announced_under_many_contexts_flips_one_coin(tmp_path):
+def test_an_open_round_announced_under_many_contexts_flips_one_coin(make_round, tmp_path):
     """Flower's context is new each time, and the node has been started again in between."""
-    with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
-        place, where = tmp_path / "device.db", (shuffler.address, shuffler.submit)
-        round = Round(*where, control, "contexts", ledger=lambda _: SimulatedLedger(place)).open()
-        reply_content(round.announce())
-        for attempt in range(5):
-            moved = tmp_path / f"moved-{attempt}.db"
-            shutil.move(place, moved)
-            place = moved
-            client_app._nodes.clear()  # the node starts again
-            with pytest.raises(RoundRefused, match="this device does not take part in this round"):
-                round.announce()
-        assert len(round.released()) == 4
+    place = tmp_path / "device.db"
+    round = make_round(ledger=lambda _: SimulatedLedger(place)).open()
+    reply_content(round.announce())
+    for attempt in range(5):
+        place = shutil.move(place, tmp_path / f"moved-{attempt}.db")
+        client_app._nodes.clear()  # the node starts again
+        with pytest.raises(RoundRefused, match="this device does not take part in this round"):
+            round.announce()
+    assert len(round.released()) == 4
 
 
-def test_a_client_without_seed_and_ledger_takes_no_offer(tmp_path, caplog):
+def test_a_client_without_seed_and_ledger_takes_no_offer(make_round, caplog):
     """A round that is offered again would get other coins."""
-    with ShufflerHere() as shuffler, ControlClient(shuffler.address, shuffler.control) as control:
-        round = Round(shuffler.address, shuffler.submit, control, "seedless", seed=None).open()
-        for _ in range(2):
-            with pytest.raises(RoundRefused):
-                round.announce()
-        assert "a client without a seed needs a device's ledger" in caplog.text
+    round = make_round(seed=None).open()
+    for _ in range(2):
+        with pytest.raises(RoundRefused):
+            round.announce()
+    assert "a client without a seed needs a device's ledger" in caplog.text
 
 
 def test_the_server_is_not_told_why_a_device_does_not_take_part(tmp_path, caplog):
-    """Neither the limits nor what was spent for others."""
-    owner = limits(least_noise=7.0, most_epsilon=1e-3)
-    where = ("127.0.0.1:1", None)
-    path = tmp_path / "device.db"
-    round = Round(*where, None, "untold", ledger=lambda _: DeviceLedger(path, owner))
-    with pytest.raises(RoundRefused) as refused:
-        round.greet()
-    assert str(refused.value) == "this device does not take part in this run"
-    assert "noise multipliers of at least 7, the plan has 2" in caplog.text
-    path.write_bytes(b"damaged")
-    client_app._nodes.clear()
-    with pytest.raises(RoundRefused) as refused:
-        round.greet()
-    assert str(refused.value) == "this device does not take part in this run"
+    """Neither the limits nor what was spent for others, nor that the ledger is damaged."""
+    owner, path = limits(least_noise=7.0, most_epsilon=1e-3), tmp_path / "device.db"
+    round = Round("127.0.0.1:1", None, None, "untold", ledger=lambda _: DeviceLedger(path, owner))
+    for _ in range(2):
+        with pytest.raises(RoundRefused, match=r"^this device does not take part in this run$"):
+            round.greet()
+        assert "noise multipliers of at least 7, the plan has 2" in caplog.text
+        path.write_bytes(b"damaged")
+        client_app._nodes.clear()
 
 
 def test_the_owners_budget_holds_over_all_runs(tmp_path):
@@ -243,24 +221,6 @@ def test_a_round_beyond_those_that_are_charged_is_refused_whatever_came_before(t
     with pytest.raises(RoundRefused, match="has had its 10 rounds"):
         ledger.offer(header(11, plan=plan), plan, 1000)
     ledger.offer(header(10, plan=plan), plan, 10)
-
-
-def test_a_ledger_of_an_older_plan_format_still_counts(tmp_path):
-    """Its plans have fewer keys, and what they cost is not forgotten."""
-    path = tmp_path / "device.db"
-    SimulatedLedger(path).offer(header(3), PLAN, 20)
-    with sqlite3.connect(path) as rows:
-        ((text,),) = rows.execute("SELECT plan FROM runs").fetchall()
-        older = text.replace('"participation":"check-in",', "")
-        assert older != text
-        told = repr((1, "run", older, 20, 1, 3))
-        checksum = hashlib.sha256(told.encode()).hexdigest()
-        rows.execute("UPDATE runs SET plan = ?, checksum = ?", (older, checksum))
-        rows.execute("DROP TABLE allocations")
-    ledger = SimulatedLedger(path)
-    assert [run.plan for run in ledger.offered()] == [PLAN]
-    ledger.offer(header(4), PLAN, 20)
-    assert [run.offered for run in SimulatedLedger(path).offered()] == [2]
 
 
 NO_BLANKETS = PLAN.replace(shuffler_blankets=0.0, accountant="theorem3")

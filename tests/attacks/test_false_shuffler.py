@@ -55,10 +55,8 @@ def test_an_outcome_that_no_shuffler_knows_is_an_error_of_the_shufflers(here, mo
 
 
 def test_no_more_reports_are_read_than_there_are_users_and_blankets():
-    plan = make_plan(
-        users=50, check_in_rate=0.2, noise_multiplier=2.0, rounds=10, delta=0.02,
-        target_epsilon=10.0, minimum_batch=1, shuffler_blankets=3.0, accountant="blanket",
-    )  # fmt: skip
+    about = {"shuffler_blankets": 3.0, "accountant": "blanket"}
+    plan = make_plan(users=50, check_in_rate=0.2, noise_multiplier=2.0, **about)
     private, public = generate_key_pair()
     header, read = RoundHeader("run", 3, "version", plan.digest(), key_digest(public)), []
     junk = (read.append(number) or b"junk" for number in itertools.count())

@@ -1,7 +1,5 @@
 """Links in a site's folder, which the account shufl may write to, when root runs install.sh."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,10 +1,7 @@
 """Calls and long reports that are begun, and bring nothing."""
 
-from __future__ import annotations
-
 import itertools
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Event
@@ -33,9 +30,7 @@ LENGTH = 3 * PIECE_BYTES
 
 
 @contextmanager
-def attacked(
-    attack: Callable[[World, list[grpc.Channel], Event], None],
-) -> Iterator[World]:
+def attacked(attack):
     """A shuffler, while all its nodes but one do this until the event is set."""
     authority, stop = Authority.create(), Event()
     with ShufflerHere(authority=authority, limits=LIMITS) as shuffler, ExitStack() as stack:
@@ -56,7 +51,7 @@ def test_nodes_with_silent_calls_do_not_hold_all_calls():
     """Each opens as many as it may, and keeps those that the shuffler does not refuse."""
     silence, held = Silence(), Event()
 
-    def hold(world: World, channels: list[grpc.Channel], stop: Event) -> None:
+    def hold(world, channels, stop):
         calls = [
             channel.stream_stream("/shufl.v1.Intake/Submit")(iter(silence))
             for channel in channels
@@ -81,11 +76,11 @@ def test_nodes_with_silent_calls_do_not_hold_all_calls():
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_nodes_with_junk_do_not_hold_all_long_reports(pieces: int):
+def test_nodes_with_junk_do_not_hold_all_long_reports(pieces):
     """They begin new ones all the time, and have no one of them come to its end."""
     begun = Event()
 
-    def hold(world: World, channels: list[grpc.Channel], stop: Event) -> None:
+    def hold(world, channels, stop):
         header = world.begin(report_bytes=LENGTH)
         for upload in itertools.count():
             for channel, start in itertools.product(channels, range(pieces)):

@@ -1,7 +1,5 @@
 """Making the log grow: refused calls, or connections that are none, in a loop."""
 
-from __future__ import annotations
-
 import json
 import socket
 import ssl
@@ -47,7 +45,7 @@ def test_strangers_are_no_line_and_a_refused_node_in_a_loop_some_and_one_that_co
     assert lines[-1]["event"] == "shuffler stopped"
 
 
-def connect_without_a_certificate(address: str) -> None:
+def connect_without_a_certificate(address):
     """Once without TLS, and once with."""
     host, _, port = address.partition(":")
     no_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,9 +1,6 @@
 """One credential that makes thousands of calls, or calls that outlive it."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -13,7 +10,6 @@ from shuffler_world import Silence, World, pass_days, raw_channel
 from shufl.shuffler import ControlClient, ShufflerProcess, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.config import Limits
-from shufl.shuffler.credentials import Credentials
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS
 
@@ -24,7 +20,7 @@ BYTES = 20_000
 
 
 @pytest.fixture(scope="module")
-def attacked() -> Iterator[tuple[World, Credentials]]:
+def attacked():
     """A shuffler, and the credential of who attacks it."""
     authority = Authority.create()
     with ShufflerProcess(authority=authority, limits=LIMITS) as process:
@@ -33,7 +29,7 @@ def attacked() -> Iterator[tuple[World, Credentials]]:
         world.close()
 
 
-async def call_often(address: str, own: Credentials, method: str, begun: asyncio.Event) -> None:
+async def call_often(address, own, method, begun):
     """Opens many calls at once, and keeps those that the shuffler lets it keep.
 
     Returns when it has ended the others; `begun` is set when the first has been.
@@ -57,14 +53,14 @@ async def call_often(address: str, own: Credentials, method: str, begun: asyncio
     "method",
     ["/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/Check", "/shufl.v1.Intake/Submit"],
 )
-def test_thousands_of_calls_of_one_node_keep_nobody_out_and_take_no_memory(attacked, method: str):
+def test_thousands_of_calls_of_one_node_keep_nobody_out_and_take_no_memory(attacked, method):
     world, attacker = attacked
     header = world.begin(run_id=method)
     reports = world.reports(header, 50)
     assert world.submit(header, reports[:25]) == [Verdict.ACCEPTED] * 25
     before = peak_bytes(world.process.pid, anew=True)
 
-    async def attack() -> None:
+    async def attack():
         begun = asyncio.Event()
         flood = call_often(world.process.address, attacker, method, begun)
         calls = asyncio.create_task(flood)
@@ -77,35 +73,8 @@ def test_thousands_of_calls_of_one_node_keep_nobody_out_and_take_no_memory(attac
     assert peak_bytes(world.process.pid) - before < CALLS * BYTES / 2
 
 
-def test_calls_of_one_credential_are_limited_and_another_s_are_not(here):
-    authority, check = Authority.create(), "/grpc.health.v1.Health/Check"
-    many, one = (authority.issue(Role.MONITOR, name) for name in ("many", "one"))
-    world = here(authority=authority, limits={"calls_per_sender": 2})
-    quiet = Silence()
-    with raw_channel(world, many) as channel, raw_channel(world, one) as other:
-        calls = [channel.stream_stream(check)(iter(quiet)) for _ in range(2)]
-        assert other.unary_unary(check)(b"", timeout=LIMIT)
-
-        def refusal() -> str:
-            with raw_channel(world, many) as another:
-                try:
-                    another.unary_unary(check)(b"", timeout=LIMIT)
-                except grpc.RpcError as error:
-                    return error.details()
-            return ""
-
-        wait_until(refusal, LIMIT, "both calls to arrive")
-        assert refusal() == "BUSY: too many calls at once"
-        quiet.let_go.set()
-        for call in calls:
-            call.cancel()
-
-
 @pytest.mark.slow
-def test_calls_that_are_open_when_their_certificate_expires_are_ended(
-    here,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_calls_that_are_open_when_their_certificate_expires_are_ended(here, monkeypatch):
     """A call that says nothing, and a release that is not read."""
     authority = Authority.create()
     world = here(authority=authority)

@@ -1,7 +1,5 @@
 """A shuffler that changes what it said of a round, and a server that denies one."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -4,8 +4,6 @@
 writes. Every attempt is Flower's own command or process, or a real request.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,7 +14,6 @@ import subprocess
 import time
 from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPSConnection
-from pathlib import Path
 
 import httpx
 import pytest
@@ -44,14 +41,14 @@ _PROTOBUF = {"content-type": "application/protobuf"}
 class Stranger:
     """What a stranger has of a deployment behind nginx, in which a run goes on: addresses."""
 
-    def __init__(self, folder: Path, deployed: World):
+    def __init__(self, folder, deployed):
         self.folder, self.deployed = folder, deployed
         server = deployed.deployment.server
         self.proxy = f"127.0.0.1:{server.port}"
         self.superlink = f"127.0.0.1:{server.local_port}"
         self.authority = deployed.folder / "server" / "keys" / "flower-authority.pem"
 
-    def post(self, address: str, path: str, content: bytes = b"", tls: bool = True) -> int:
+    def post(self, address, path, content=b"", tls=True):
         """Status of a request without any credential, whose path is sent as it is."""
         if tls:
             connection = HTTPSConnection(address, context=self.trusting(), timeout=LIMIT)
@@ -61,13 +58,13 @@ class Stranger:
             connection.request("POST", path, content, _PROTOBUF)
             return connection.getresponse().status
 
-    def trusting(self) -> ssl.SSLContext:
+    def trusting(self):
         """Trusts the authority; as strict as Python 3.13 is by itself."""
         context = ssl.create_default_context(cafile=self.authority)
         context.verify_flags |= ssl.VERIFY_X509_STRICT
         return context
 
-    def home(self, name: str, address: str) -> Path:
+    def home(self, name, address):
         """A folder with a connection of Flower's to an address."""
         home = self.folder / name
         home.mkdir(exist_ok=True)
@@ -77,23 +74,23 @@ class Stranger:
         return home
 
     @property
-    def runs(self) -> list[dict]:
+    def runs(self):
         """The runs that go on, as the server's operator sees them."""
         runs = json.loads(self.deployed.flwr("list", NAME, "--format", "json"))["runs"]
         return [each for each in runs if not each["status"].startswith("finished")]
 
-    def nodes(self) -> list[dict]:
+    def nodes(self):
         """The nodes, as the server's operator sees them."""
         listed = self.deployed.flwr("supernode", "list", NAME, "--format", "json")
         return json.loads(listed)["nodes"]
 
-    def wait_for_statuses(self, *expected: str) -> None:
+    def wait_for_statuses(self, *expected):
         """Waits until these are those of the nodes, which are in order."""
         deadline = time.monotonic() + LIMIT
         while tuple(found := sorted(node["status"] for node in self.nodes())) != expected:
             assert time.monotonic() < deadline, (found, *self.said())
 
-    def said(self) -> list[str]:
+    def said(self):
         """What each node's SuperNode has said last."""
         files = sorted(self.deployed.folder.glob("ward-*/supernode.out"))
         return [f"{file}: {file.read_text()[-3000:]}" for file in files]
@@ -116,7 +113,7 @@ def world(tmp_path_factory, warm_deployment):
         yield stranger
 
 
-def _write_app(folder: Path, marker: Path) -> Path:
+def _write_app(folder, marker):
     """A Flower app whose server part leaves a file behind."""
     server = f"""
 from pathlib import Path
@@ -245,7 +242,7 @@ def test_who_reaches_flowers_own_ports_submits_code_and_claims_tasks(world):
     assert (code, err) == (1, stopped)
 
 
-def _refused_supernode(world: Stranger, key: Path) -> None:
+def _refused_supernode(world, key):
     """Starts Flower's SuperNode with a key, which must end without having got a place."""
     arguments = (
         *("--superlink", world.proxy, "--port", str(free_port())),

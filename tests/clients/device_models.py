@@ -95,19 +95,6 @@ def troubled_users(**numbers):
     return functools.partial(_troubled, {int(user[1:]): each for user, each in numbers.items()})
 
 
-class Tokens(nn.Module):
-    """Takes tokens 0 to 49, of however many users at once; any other is an IndexError."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(50, 16)
-        self.output = nn.Linear(16, 10)
-
-    def forward(self, tokens):
-        return self.output(torch.tanh(self.embedding(tokens).mean(1)))
-
-
 class Slow(nn.Module):
     """Takes 20 ms at least for a forward."""
 

@@ -51,6 +51,7 @@ def by_torch(training, model, features, labels, seed):
 
 
 TRAININGS = {
+    "fedsgd": LocalTraining("fedsgd", 1, 1.0, 99),  # a step of length 1 is the gradient
     "fedavg": LocalTraining("fedavg", 3, 0.3, 2),
     "fedprox": LocalTraining("fedprox", 3, 0.3, 2, options={"proximal": 2.0}),
     "own": LocalTraining("x:y", 3, 0.3, 2, own=with_momentum),
@@ -86,6 +87,12 @@ def test_updates_are_those_of_a_usual_loop_alone_and_together(training):
 
 def _padded(records, longest):
     return records[torch.arange(longest) % len(records)]
+
+
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+def test_padding_alone_is_an_update_of_zero(training):
+    records = torch.randn(3, 6), torch.zeros(3, dtype=torch.int64)
+    assert not local_update(mlp((6,), 3).train(), *records, training, 7, real=0).any()
 
 
 def leaves_one_out(parameters, gradients, start, state, learning_rate):

@@ -14,9 +14,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from device_models import Fails, Troubled, negative_records, of_sizes, troubled_users, with_bias
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
 from client_world import (
@@ -35,6 +34,7 @@ from shufl.clients.deployed_node import Clock, DeviceNode
 from shufl.clients.node_process import _Answering, _Reader
 from shufl.clients.worker import AT_WORK, DONE, FAILED
 from shufl.learning import LocalTraining, local_update
+from shufl.learning.parameters import sent
 from shufl.protocol.mechanisms import SeededRandomness, allocated
 
 FEDAVG = LocalTraining("fedavg", 2, 0.5, 2)
@@ -52,6 +52,24 @@ def running():
     yield start
     for node in nodes:
         node.close()
+
+
+@pytest.fixture
+def deployed(make_round, tmp_path):
+    """Makes rounds of real machines, with changed settings, plans or numbers of users."""
+
+    def make(users=12, window=WINDOW, **settings):
+        return make_round(**settings).deployed(tmp_path / "device.db", users, window)
+
+    return make
+
+
+def troubled(deployed, more_bias=10, **numbers):
+    """Such a round in which `Troubled` has trouble with users' records, or hangs."""
+    of_user = troubled_users(**numbers)
+    round = deployed(users=6, make_model=Troubled, load_users=lambda: of_user)
+    round.show(with_bias(round, more_bias))
+    return round
 
 
 def reports_of(round, node):
@@ -81,8 +99,8 @@ def expected_of(round, seed, update_of):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_to_end_finishes_its_round(make_round, running, tmp_path):
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db").open()
+def test_a_node_that_is_to_end_finishes_its_round(deployed, running):
+    round = deployed().open()
     node = running(round)
     node.finish(threading.Event())  # there is none
     child = node._worker._child.process.pid
@@ -95,7 +113,7 @@ def test_a_node_that_is_to_end_finishes_its_round(make_round, running, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(make_round, tmp_path):
+def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(deployed):
     class Stands(PromptClock):
         """It is never time to send."""
 
@@ -109,7 +127,7 @@ def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(make_round, tmp
             self.asked += 1
             return super().is_set()
 
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db")
+    round = deployed()
     at_once = Counting()
     with closing(DeviceNode(round.settings, clock=Stands())) as node:
         round.open().begin(node)
@@ -125,11 +143,10 @@ def test_a_node_that_is_to_end_at_once_does_not_finish_its_round(make_round, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [FEDAVG, *by_night(LocalTraining())], ids=["fedavg", "fedsgd"])
-def test_reports_are_those_of_the_unpadded_records(make_round, running, tmp_path, training):
+def test_reports_are_those_of_the_unpadded_records(deployed, running, training):
     """Of users with 1 to 5 records, of which 3 are used; of 12 users, computed at once."""
     of_user = of_sizes({None: 2, 1: 1, 4: 3, 7: 5})
-    changes = {"training": training, "load_users": lambda: of_user}
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db", **changes).open()
+    round = deployed(training=training, load_users=lambda: of_user).open()
     found, _ = reports_of(round, running(round, randomness=SeededRandomness(3)))
     model = round.settings.make_model()
 
@@ -174,7 +191,7 @@ def test_one_user_of_4000_records_among_200_of_20_changes_nobody_elses_report(
     for name, sizes in {"same": {None: 20}, "other": {None: 20, 77: 4000}}.items():
         window = WINDOW.model_copy(update={"most_records": 20})
         load_users = functools.partial(of_sizes, sizes)
-        round = make_round(run_id=name, rate=1.0, load_users=load_users)
+        round = make_round(run_id=name, load_users=load_users)
         round.deployed(tmp_path / name, users=200, window=window).open()
         node = running(round, randomness=SeededRandomness(3))
         found, prepared = reports_of(round, node)
@@ -188,19 +205,15 @@ def test_one_user_of_4000_records_among_200_of_20_changes_nobody_elses_report(
 
 
 @pytest.mark.slow
-def test_users_whose_records_make_the_model_fail_count_as_zero_alone(
-    make_round, running, tmp_path, caplog
-):
+def test_users_whose_records_make_the_model_fail_count_as_zero_alone(deployed, running, caplog):
     """In a round: their records were well at the start. One line is logged, without a record."""
     numbers = {"u1": 1, "u2": 2, "u3": 6}
-    of_user = troubled_users(**numbers)
-    round = make_round(rate=1.0, make_model=Troubled, load_users=lambda: of_user)
-    round.deployed(tmp_path / "device.db", users=6)
-    round.show(with_bias(round, 10))
-    node = running(round.open(), randomness=SeededRandomness(3))
+    round = troubled(deployed, **numbers).open()
+    node = running(round, randomness=SeededRandomness(3))
     first = node._worker._child.process.pid
     found, _ = reports_of(round, node)
-    model = with_bias_in(make_model(), 10)
+    model = make_model()
+    model.bias.data += 10
 
     def update_of(user, seed):
         if f"u{user}" in numbers:
@@ -217,18 +230,11 @@ def test_users_whose_records_make_the_model_fail_count_as_zero_alone(
     assert "of this user" not in caplog.text
 
 
-def with_bias_in(model, more):
-    with torch.no_grad():
-        model.bias += more
-    return model
-
-
 @pytest.mark.slow
-def test_records_for_which_the_model_fails_are_refused_at_the_start(make_round, tmp_path):
+def test_records_for_which_the_model_fails_are_refused_at_the_start(deployed, tmp_path):
     """In a line that names the user, and in which no record stands."""
     of_user = functools.partial(negative_records, {3, 7})
-    round = make_round(rate=1.0, make_model=Fails, load_users=lambda: of_user)
-    round.deployed(tmp_path / "device.db")
+    round = deployed(make_model=Fails, load_users=lambda: of_user)
     with pytest.raises(ValueError) as error:
         serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
     about = "data: the updates of this node's users: user 3: LookupError (device_models.py, line "
@@ -237,15 +243,10 @@ def test_records_for_which_the_model_fails_are_refused_at_the_start(make_round, 
 
 
 @pytest.mark.slow
-def test_a_machine_that_starts_no_process_any_more_sends_all_reports(
-    make_round, running, tmp_path, caplog
-):
+def test_a_machine_that_starts_no_process_any_more_sends_all_reports(deployed, running, caplog):
     """User 3's records end the child; who comes before is done, and nobody after."""
-    of_user = troubled_users(u3=6)
-    round = make_round(rate=1.0, make_model=Troubled, load_users=lambda: of_user)
-    round.deployed(tmp_path / "device.db", users=6)
-    round.show(with_bias(round, 10))
-    node = running(round.open())
+    round = troubled(deployed, u3=6).open()
+    node = running(round)
 
     def start():
         raise BlockingIOError(errno.EAGAIN, "no process")
@@ -258,10 +259,8 @@ def test_a_machine_that_starts_no_process_any_more_sends_all_reports(
 
 
 @pytest.mark.slow
-def test_a_round_is_taken_that_has_time_for_its_work_and_no_more_than_a_window(
-    make_round, running, tmp_path
-):
-    node = running(make_round(rate=1.0).deployed(tmp_path / "device.db", users=2))
+def test_a_round_is_taken_that_has_time_for_its_work_and_no_more_than_a_window(deployed, running):
+    node = running(deployed(users=2))
     clock = node.clock = SetClock()
     node._worker.seconds = 0.5 * WINDOW.work_until  # as long as a start accepts
     node._worker.check(WINDOW)
@@ -275,12 +274,8 @@ def test_a_round_is_taken_that_has_time_for_its_work_and_no_more_than_a_window(
 
 
 @pytest.mark.slow
-def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(
-    make_round, running, tmp_path
-):
-    round = make_round(rate=1.0, make_model=Troubled)
-    round.deployed(tmp_path / "device.db", users=6)
-    round.show(with_bias(round, 1000))
+def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(deployed, running):
+    round = troubled(deployed, more_bias=1000)
     node = running(round, randomness=SeededRandomness(3))
     node.window = WINDOW.model_copy(update={"work_until": 3.0})
     node._worker.seconds = 0.0  # whatever the work takes here
@@ -295,10 +290,9 @@ def test_work_that_is_not_done_in_time_is_ended_and_everybody_sends_noise_alone(
 
 
 @pytest.mark.slow
-def test_a_newer_round_ends_an_older_ones_work(make_round, running, tmp_path):
-    round = make_round(rate=1.0, make_model=Troubled).deployed(tmp_path / "device.db", users=6)
-    healthy = round.model
-    round.show(with_bias(round, 1000))
+def test_a_newer_round_ends_an_older_ones_work(deployed, running):
+    round = troubled(deployed, more_bias=1000)
+    healthy = ArrayRecord(sent(Troubled()))
     node = running(round.open(), randomness=SeededRandomness(3))
     round.begin(node)
     wait_until(lambda: AT_WORK in node._worker.states, LIMIT, "the work")
@@ -334,9 +328,9 @@ class Context:
 
 
 @pytest.mark.slow
-def test_answers_come_at_whole_multiples_and_queries_are_held(make_round, tmp_path):
+def test_answers_come_at_whole_multiples_and_queries_are_held(deployed):
     window = WINDOW.model_copy(update={"answer_every": 0.5, "query_every": 30.0})
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db", users=2, window=window).open()
+    round = deployed(users=2, window=window).open()
     clock = SetClock()
     node = DeviceNode(round.settings, clock=clock)
     try:
@@ -379,12 +373,12 @@ def serialised(content):
 
 
 @pytest.mark.slow
-def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(make_round, tmp_path):
+def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(deployed, tmp_path):
     window = WINDOW.model_copy(update={"work_until": 1e-5})
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=window)
+    round = deployed(window=window)
     with pytest.raises(ValueError, match=r"^window\.work_until must be at least .* 12 users take"):
         serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
-    round = make_round(rate=1.0).deployed(tmp_path / "device.db", window=None)
+    round = deployed(window=None)
     with pytest.raises(ValueError, match="needs a plan with cover and a window"):
         serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
     assert not (tmp_path / "socket").exists()

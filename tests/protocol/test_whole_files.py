@@ -1,7 +1,5 @@
 """A file is written whole or not at all, whatever ends its writer."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -15,7 +13,7 @@ from shufl.protocol.files import unfinished, whole_file, write_whole
 from tiny_disk import fill, tiny_disk_at
 
 
-def test_a_file_has_all_of_its_parts_and_its_mode_and_nothing_is_beside_it(tmp_path: Path):
+def test_a_file_has_all_of_its_parts_and_its_mode_and_nothing_is_beside_it(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
     path.chmod(0o644)
@@ -24,7 +22,7 @@ def test_a_file_has_all_of_its_parts_and_its_mode_and_nothing_is_beside_it(tmp_p
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_was_there_stays_where_the_writer_fails(tmp_path: Path):
+def test_what_was_there_stays_where_the_writer_fails(tmp_path):
     path = tmp_path / "a.txt"
     write_whole(path, b"old")
     with pytest.raises(ZeroDivisionError), whole_file(path) as file:
@@ -33,7 +31,7 @@ def test_what_was_there_stays_where_the_writer_fails(tmp_path: Path):
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_named_by_the_file_s_own_name(tmp_path: Path):
+def test_a_full_disk_is_named_by_the_file_s_own_name(tmp_path):
     with tiny_disk_at(tmp_path / "disk") as disk:
         path = disk / "a.txt"
         write_whole(path, b"old")
@@ -44,14 +42,14 @@ def test_a_full_disk_is_named_by_the_file_s_own_name(tmp_path: Path):
         assert path.read_bytes() == b"old" and {*disk.iterdir()} == {path, filler}
 
 
-def test_an_error_of_another_file_keeps_its_name(tmp_path: Path):
+def test_an_error_of_another_file_keeps_its_name(tmp_path):
     with pytest.raises(FileNotFoundError) as failed, whole_file(tmp_path / "a.txt"):
         (tmp_path / "missing").read_bytes()
     assert Path(failed.value.filename) == tmp_path / "missing"
 
 
 @pytest.mark.parametrize("there", [Path.touch, lambda path: path.symlink_to("nowhere")])
-def test_a_file_that_must_be_new_replaces_nothing(tmp_path: Path, there):
+def test_a_file_that_must_be_new_replaces_nothing(tmp_path, there):
     path = tmp_path / "a.key"
     there(path)
     before = path.lstat()
@@ -61,7 +59,7 @@ def test_a_file_that_must_be_new_replaces_nothing(tmp_path: Path, there):
     assert path.lstat() == before and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_written_by_a_killed_process_is_no_file_and_stops_no_other(tmp_path: Path):
+def test_what_is_written_by_a_killed_process_is_no_file_and_stops_no_other(tmp_path):
     path = tmp_path / "a.txt"
     write_whole(path, b"old")
     program = (
@@ -77,7 +75,7 @@ def test_what_is_written_by_a_killed_process_is_no_file_and_stops_no_other(tmp_p
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_path: Path):
+def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_path):
     path, other = tmp_path / "a.txt", tmp_path / "other"
     for link in (os.symlink, os.link):
         other.write_text("of somebody else")
@@ -86,7 +84,7 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_p
         assert other.read_text() == "of somebody else" and path.read_bytes() == b"new"
 
 
-def test_two_processes_may_write_a_shared_file_at_once(tmp_path: Path):
+def test_two_processes_may_write_a_shared_file_at_once(tmp_path):
     path = tmp_path / "cache"
     program = (
         "import sys; from pathlib import Path\n"

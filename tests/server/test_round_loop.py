@@ -68,6 +68,7 @@ def test_a_simulation_whose_shuffler_is_gone_waits_for_no_node(tmp_path):
 @pytest.mark.parametrize(
     ("silent", "dies", "outcome", "present"),
     [
+        (set(), True, RoundOutcome.RELEASED, 8),
         ({2}, False, RoundOutcome.RELEASED, 8),
         ({2}, True, RoundOutcome.RELEASED, 8),
         ({1, 3}, False, RoundOutcome.RELEASED, 4),
@@ -82,9 +83,10 @@ def test_a_round_is_released_if_one_shuffler_releases_its_batch(
     run = Run(tmp_path, shufflers)
 
     def train(node, deliver):
+        reply = None if node in silent else deliver()
         if dies and node == NODES:
             shufflers[1].__exit__()
-        return None if node in silent else deliver()
+        return reply
 
     run.network.train = train
     run.play(1, shuffler_seconds=0.1)

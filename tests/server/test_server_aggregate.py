@@ -9,16 +9,7 @@ from rounds import make_plan
 from shufl.server import Mean, aggregate_reports
 from shufl.shuffler import RoundHeader, encode_report, generate_key_pair, key_digest, seal
 
-PLAN = make_plan(
-    users=50,
-    check_in_rate=0.2,
-    clip_norm=0.5,
-    noise_multiplier=2.0,
-    rounds=10,
-    delta=0.02,
-    target_epsilon=10.0,
-    minimum_batch=1,
-)
+PLAN = make_plan(users=50, check_in_rate=0.2, clip_norm=0.5, noise_multiplier=2.0)
 PRIVATE, PUBLIC = generate_key_pair()
 HEADER = RoundHeader("run", 3, "version", PLAN.digest(), key_digest(PUBLIC))
 DIMENSION = 40

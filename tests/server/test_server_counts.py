@@ -6,8 +6,8 @@ from rounds import make_plan
 from shufl.server.plausible_counts import Counts
 
 PLAN = make_plan(
-    users=500, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=1.0, rounds=2000, delta=1e-3,
-    target_epsilon=1e6, minimum_batch=1, shuffler_blankets=40.0, accountant="local",
+    users=500, check_in_rate=0.5, noise_multiplier=1.0, rounds=2000, shuffler_blankets=40.0,
+    accountant="local",
 )  # fmt: skip
 
 

@@ -17,18 +17,7 @@ import pytest
 import shufl.server.connected_nodes
 from ports import free_port
 from run_world import LIMIT, json_lines, wait_until
-from server_world import (
-    AUTHORITY,
-    NODES,
-    PLAN,
-    SUMS,
-    USERS,
-    WIDTH,
-    WINDOW,
-    Here,
-    Run,
-    SimulatedRun,
-)
+from server_world import AUTHORITY, NODES, PLAN, SUMS, USERS, WIDTH, WINDOW, Here, Run, SimulatedRun
 from shuffler_world import ShufflerHere
 from shufl.clients import Node, node_round
 from shufl.protocol import GaussianMechanism
@@ -242,23 +231,6 @@ def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
         run.play(1, tell=tell, shuffler_seconds=0.1)
     assert "STORAGE_FULL" in told[0][0] and told[0][1] == []
     assert run.spent == [1]
-
-
-def test_of_two_shufflers_one_that_dies_loses_its_own_users_round_alone(tmp_path, shufflers):
-    with Here() as other:
-        run = Run(tmp_path, [shufflers[0], other])
-
-        def train(node, deliver):
-            reply = deliver()
-            if node == NODES and other.alive:  # all have sent
-                other.__exit__()
-            return reply
-
-        run.network.train = train
-        run.play(3, shuffler_seconds=0.1)  # it does not come back
-    assert [row.outcome for row in run.rows] == ["released"] * 3
-    assert [row.users_present for row in run.rows] == [8, 8, 8]  # nodes 1 and 3 are the first's
-    assert run.steps_are_whole()
 
 
 @pytest.mark.slow

@@ -7,10 +7,7 @@ from shufl.protocol import AgreedNode
 from shufl.server.connected_nodes import NodeState, check_agreed, read_node
 from shufl.server.rounds import errors_told
 
-PLAN = make_plan(
-    users=100, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=1.0, rounds=10, delta=1e-3,
-    target_epsilon=10.0, minimum_batch=1, least_present=30,
-)  # fmt: skip
+PLAN = make_plan(users=100, check_in_rate=0.5, noise_multiplier=1.0, least_present=30)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from rounds import make_plan, words
 from shufl.protocol.mechanisms import SeededRandomness
 from shufl.protocol.mechanisms.summed_reports import (
-    mask,
     masked,
     new_seed,
     steps_of_sums,
@@ -23,19 +21,9 @@ from shufl.shuffler import RoundHeader, generate_key_pair, key_digest, seal
 from shufl.shuffler.wire.node_seeds import seal_seed
 
 PLAN = make_plan(
-    users=50,
-    check_in_rate=0.2,
-    clip_norm=0.5,
-    noise_multiplier=0.4,
-    rounds=10,
-    delta=0.02,
-    target_epsilon=1e3,
-    minimum_batch=1,
-    mixing="sum",
-    cover=True,
-    central_noise=0.7,
-    accountant="sum-central",
-)
+    users=50, check_in_rate=0.2, clip_norm=0.5, noise_multiplier=0.4, mixing="sum", cover=True,
+    central_noise=0.7, accountant="sum-central",
+)  # fmt: skip
 PRIVATE, PUBLIC = generate_key_pair()
 HEADER = RoundHeader("run", 3, "version", PLAN.digest(), key_digest(PUBLIC))
 DIMENSION = 40
@@ -67,6 +55,7 @@ def vectors():
 
 
 def test_the_sum_is_that_of_what_nodes_and_server_have_added(vectors):
+    """So is the length by which a missing noise is found: it tells no more than the model does."""
     result = aggregate(released(vectors))
     whole = sum(vectors) + SERVERS
     unit = unit_of_sums(0.5, DIMENSION)
@@ -77,13 +66,6 @@ def test_the_sum_is_that_of_what_nodes_and_server_have_added(vectors):
     fewer = aggregate(released(vectors[:5], more=sum(vectors[5:]).astype(np.uint32)))
     np.testing.assert_allclose(fewer.estimate, 2 * result.estimate, rtol=1e-6)
     assert fewer.reports == 25
-
-
-def test_the_servers_noise_has_the_size_of_the_shufflers():
-    parts = [mask(bytes(32), 100_000).tobytes(), seal_seed(bytes(32), 50, PUBLIC, HEADER)]
-    result = aggregate_sum((HEADER, iter(parts)), PRIVATE, PLAN, 100_000, words(100_000), None)
-    noise = result.estimate * 10.0 / (0.7 * 0.5)
-    assert stats.kstest(noise, "norm").pvalue > 1e-6
 
 
 def test_a_sum_that_no_honest_users_make_is_spoiled(vectors):
@@ -135,13 +117,3 @@ def test_whether_a_sum_is_refused_depends_on_the_servers_noise_too():
         except SpoiledBatch:
             refused += 1
     assert 0 < refused < 60
-
-
-def test_sums_hold_some_ten_million_users_of_a_model_of_mnists_size():
-    plan = PLAN.replace(
-        users=10**7, least_present=10**7, check_in_rate=0.1, accountant="sum-distributed",
-        central_noise=0.0,
-    )  # fmt: skip
-    plan.check_dimension(26_010, 1)
-    with pytest.raises(ValueError, match=r"at most 31 bits with mixing sum, got 31\.8"):
-        plan.replace(users=2 * 10**7, least_present=10**7).check_dimension(26_010, 1)

@@ -19,10 +19,7 @@ from shufl.server import (
     load_checkpoint,
 )
 
-PLAN = make_plan(
-    users=50, check_in_rate=0.5, clip_norm=1.0, noise_multiplier=2.0, rounds=20, delta=0.02,
-    target_epsilon=1e6, minimum_batch=1,
-)  # fmt: skip
+PLAN = make_plan(users=50, check_in_rate=0.5, noise_multiplier=2.0, rounds=20)
 
 
 class Crash(Exception):

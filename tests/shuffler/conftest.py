@@ -1,30 +1,20 @@
 """Fixtures: shuffler processes and a tiny disk."""
 
-from __future__ import annotations
-
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from shuffler_world import (  # noqa: F401
-    Ended,
-    here,
-    restored_log,
-    shared,
-    start,
-    tls_section,
-)
+from shuffler_world import here, restored_log, shared, start, tls_section  # noqa: F401
 from shufl.cli.__main__ import main
 from tiny_disk import in_memory, tiny_disk_at
 
 
 @pytest.fixture(scope="module", autouse=True)
-def temporary_directories_in_memory() -> Iterator[None]:
+def temporary_directories_in_memory():
     """Where there is such a place: nothing here needs a disk but what is under `tmp_path`."""
     before = tempfile.tempdir
     if (memory := in_memory()) is not None:
@@ -34,21 +24,19 @@ def temporary_directories_in_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Iterator[Callable[..., Ended]]:
+def command(monkeypatch, capsys, tmp_path):
     """Runs `shufl shuffler` in this process, where it ends by itself: with this content of its
     configuration, which lies in `tmp_path`, and with TLS unless it says otherwise."""
     own = tls_section(tmp_path / "tls")[1]
     mask, hang_up = os.umask(0o077), signal.getsignal(signal.SIGHUP)
 
-    def run(config: str, *arguments: str, tls: bool = True) -> Ended:
+    def run(config, *arguments, tls=True):
         file = tmp_path / "shuffler.toml"
         file.write_text(f"{config}\n{own if tls else ''}", encoding="utf-8")
         monkeypatch.setattr(sys, "argv", ["shufl", "shuffler", "--config", str(file), *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        return Ended(ended.value.code, *capsys.readouterr())
+        return subprocess.CompletedProcess(sys.argv, ended.value.code, *capsys.readouterr())
 
     with restored_log():
         yield run
@@ -57,7 +45,7 @@ def command(
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+def tiny_disk(tmp_path):
     """A file system of 1 MiB."""
     with tiny_disk_at(tmp_path / "tiny") as place:
         yield place

@@ -1,7 +1,5 @@
 """The batch of a round: order, room, pieces, and what is on disk. In process, on real files."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -9,8 +7,8 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +18,7 @@ from scipy.stats import chisquare, spearmanr
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import PUBLIC_KEY, only, plan, refusal
+from shuffler_world import PUBLIC_KEY, only, plan, read, refusal
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.config import Limits
 from shufl.shuffler.store import batch as module
@@ -33,60 +31,56 @@ FALSE_ALARM = 1e-6
 ORDERS = list(itertools.permutations(range(5)))
 
 
-def batch(place: Path, length: int, users: int, own: int = 0, uploads: int = 0) -> Batch:
-    return Batch(place, length, users, users + own + uploads, uploads, allocate=False)
+@pytest.fixture
+def batch(memory_path):
+    """Makes batches, which are closed after the test."""
+    with ExitStack() as stack:
+
+        def make(length, users, own=0, uploads=0):
+            most = users + own + uploads
+            made = Batch(memory_path, length, users, most, uploads, allocate=False)
+            return stack.enter_context(closing(made))
+
+        yield make
 
 
 @pytest.fixture
-def pieces_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def pieces_of(monkeypatch):
     """Sets how many bytes a piece of a long report has: a multiple of 16, as the real one is."""
     return lambda length: monkeypatch.setattr(module, "PIECE_BYTES", length)
 
 
-def add_piece(
-    of: Batch, user: int, content: bytes, start: int, upload: int = 0, sender: str = "node"
-) -> Verdict | None:
+def add_piece(of, user, content, start, upload=0, sender="node"):
     """Adds one piece of a user's report."""
     piece = content[start : start + module.PIECE_BYTES]
     return of.add(sender, only(user), 500, piece, Piece(upload, start, len(content)))
 
 
-def read(full: Batch, limit: int = 2**20) -> list[bytes]:
-    """Everything, in chunks of `limit` bytes; longer reports in pieces."""
+def ended(full, limit=2**20):
     full.end()
-    reports, pieces = [], []
-    for content, more in full.chunks(limit):
-        assert sum(map(len, content)) <= limit
-        if more or pieces:
-            pieces += content
-            if not more:
-                reports.append(b"".join(pieces))
-                pieces = []
-        else:
-            reports += content
-    return reports
+    return read(full, limit)
 
 
-def on_disk(of: Batch) -> bytes:
+def on_disk(of):
     """The batch's file as the file system has it."""
     return Path(f"/proc/self/fd/{of._descriptor}").read_bytes()
 
 
-def p_value(counts: Counter, cells: list) -> float:
+def p_value(counts, cells):
     assert set(counts) <= set(cells)
     return chisquare([counts[cell] for cell in cells]).pvalue
 
 
-def test_all_orders_of_five_reports_are_equally_likely(memory_path, pieces_of):
+def test_all_orders_of_five_reports_are_equally_likely(batch, pieces_of):
     """Two reports, two in pieces, and a blanket: beside one given up, and blankets thrown away.
 
     Their slots go to those that come later.
     """
     pieces_of(16)
-    orders: Counter = Counter()
+    orders = Counter()
     zero, one, two, three, four = (bytes([number]) * 32 for number in range(5))
     for _ in range(1800):
-        five = batch(memory_path, 32, 4, own=1, uploads=2)
+        five = batch(32, 4, own=1, uploads=2)
         assert five.add("node", only(0), 9, zero) is Verdict.ACCEPTED
         assert add_piece(five, 7, bytes(32), 0, upload=1) is None
         assert add_piece(five, 3, three, 16, upload=2) is None
@@ -96,37 +90,26 @@ def test_all_orders_of_five_reports_are_equally_likely(memory_path, pieces_of):
         assert five.add_own(four, keep=True)
         assert add_piece(five, 2, two, 16, sender="b") is Verdict.ACCEPTED
         assert add_piece(five, 3, three, 0, upload=2) is Verdict.ACCEPTED
-        orders[tuple(sealed[0] for sealed in read(five))] += 1
+        orders[tuple(sealed[0] for sealed in ended(five))] += 1
         five.close()
     assert p_value(orders, ORDERS) > FALSE_ALARM
 
 
-def test_the_test_for_uniformity_sees_a_bias():
-    """A shuffle that keeps the arrival order one time in twenty does not pass."""
-    draw = random.Random(1)
-    biased = Counter(
-        tuple(range(5)) if draw.random() < 0.05 else tuple(draw.sample(range(5), 5))
-        for _ in range(1800)
-    )
-    assert p_value(biased, ORDERS) < FALSE_ALARM
-
-
-def test_neighbours_on_arrival_are_not_neighbours_on_release(memory_path):
+def test_neighbours_on_arrival_are_not_neighbours_on_release(batch):
     """Rank correlation of arrival and release of 10 000 reports, against its normal law."""
-    many = batch(memory_path, 2, 10_000)
+    many = batch(2, 10_000)
     for user in range(10_000):
         many.add("node", only(user), 10_000, user.to_bytes(2, "big"))
-    order = [int.from_bytes(report, "big") for report in read(many)]
+    order = [int.from_bytes(report, "big") for report in ended(many)]
     assert sorted(order) == list(range(10_000))
     assert abs(spearmanr(order, range(10_000)).statistic) < 5.5 / 100  # 5.5 sd of 1/sqrt(n - 1)
     steps = np.abs(np.diff(order))
     # |difference| of two of 0..n-1 has mean (n + 1)/3 and standard deviation about n/sqrt(18).
     assert abs(steps.mean() - 10_001 / 3) < 6 * 10_000 / math.sqrt(18) / math.sqrt(9999)
-    many.close()
 
 
-def test_it_takes_one_report_of_a_user_of_one_length_and_as_many_as_there_are_users(memory_path):
-    some = batch(memory_path, 1, 3, uploads=1)
+def test_it_takes_one_report_of_a_user_of_one_length_and_as_many_as_there_are_users(batch):
+    some = batch(1, 3, uploads=1)
     sent = [("a", 0, b"1"), ("a", 0, b"2"), ("b", 0, b"33"), ("b", 0, b""), ("b", 0, b"3")]
     verdicts = [some.add(sender, only(user), 9, content) for sender, user, content in sent]
     wrong = Verdict.WRONG_LENGTH
@@ -136,32 +119,28 @@ def test_it_takes_one_report_of_a_user_of_one_length_and_as_many_as_there_are_us
     assert some.add("c", only(0), 9, b"5") is Verdict.ROUND_FULL
     assert add_piece(some, 0, b"5", 0, sender="c") is Verdict.ROUND_FULL
     assert some.add("a", only(0), 9, b"6") is Verdict.DUPLICATE
-    assert sorted(read(some)) == [b"1", b"3", b"4"]
-    some.close()
+    assert sorted(ended(some)) == [b"1", b"3", b"4"]
 
 
-def test_a_credential_renewed_for_more_users_goes_on_with_its_round(memory_path):
-    some = batch(memory_path, 1, 9)
+def test_a_credential_renewed_for_more_users_goes_on_with_its_round(batch):
+    some = batch(1, 9)
     assert some.add("node", only(0), 1, b"0") is Verdict.ACCEPTED
     assert some.add("node", only(5), 9, b"5") is Verdict.ACCEPTED
     assert some.add("node", only(0), 9, b"0") is Verdict.DUPLICATE
     assert some.add("node", only(0), 1, b"0") is Verdict.DUPLICATE
-    assert sorted(read(some)) == [b"0", b"5"]
-    some.close()
+    assert sorted(ended(some)) == [b"0", b"5"]
 
 
-def test_an_ended_batch_takes_nothing_more_and_a_destroyed_one_gives_nothing(
-    memory_path, pieces_of
-):
+def test_an_ended_batch_takes_nothing_more_and_a_destroyed_one_gives_nothing(batch, pieces_of):
     pieces_of(16)
-    some, first = batch(memory_path, 32, 9, uploads=2), b"1" * 32
+    some, first = batch(32, 9, uploads=2), b"1" * 32
     assert some.add("a", only(0), 9, first) is Verdict.ACCEPTED
     assert add_piece(some, 1, bytes(32), 0) is None
     some.end()
     assert some.add("a", only(2), 9, bytes(32)) is Verdict.ROUND_NOT_OPEN
     assert add_piece(some, 2, bytes(32), 0, upload=1) is Verdict.ROUND_NOT_OPEN
     assert add_piece(some, 1, bytes(32), 16) is Verdict.ROUND_NOT_OPEN
-    assert read(some) == [first]
+    assert ended(some) == [first]
     reading = some.chunks(1)
     assert next(reading) == ([b"1"], True)
     some.close()
@@ -172,21 +151,20 @@ def test_an_ended_batch_takes_nothing_more_and_a_destroyed_one_gives_nothing(
 
 
 @pytest.mark.parametrize("limit", [64, 2999, 3000, 9000, 2**20])
-def test_a_batch_is_read_again_as_it_was(memory_path, limit: int):
-    some = batch(memory_path, 3000, 20)
+def test_a_batch_is_read_again_as_it_was(batch, limit):
+    some = batch(3000, 20)
     sent = [os.urandom(3000) for _ in range(20)]
     for user, sealed in enumerate(sent):
         some.add("node", only(user), 20, sealed)
-    first = read(some, limit)
+    first = ended(some, limit)
     assert sorted(first) == sorted(sent)
-    assert read(some, limit) == first
-    assert read(some, 2 * limit) == first
-    some.close()
+    assert ended(some, limit) == first
+    assert ended(some, 2 * limit) == first
 
 
-def test_pieces_come_in_any_order_and_more_than_once(memory_path, pieces_of):
+def test_pieces_come_in_any_order_and_more_than_once(batch, pieces_of):
     pieces_of(16)
-    some, content = batch(memory_path, 5000, 9, uploads=2), os.urandom(5000)
+    some, content = batch(5000, 9, uploads=2), os.urandom(5000)
     starts = [*range(0, 5000, 16)] * 2
     random.Random(1).shuffle(starts)
     last = max(starts.index(start) for start in set(starts))  # by then each has come once
@@ -197,13 +175,12 @@ def test_pieces_come_in_any_order_and_more_than_once(memory_path, pieces_of):
     for start in starts[last:]:
         assert add_piece(some, 0, content, start) is Verdict.DUPLICATE
     assert (some.senders, some.count) == (1, 1)
-    assert read(some, 5000) == [content]
-    some.close()
+    assert ended(some, 5000) == [content]
 
 
-def test_what_is_no_piece_of_a_report_is_refused_and_written_nowhere(memory_path, pieces_of):
+def test_what_is_no_piece_of_a_report_is_refused_and_written_nowhere(batch, pieces_of):
     pieces_of(16)
-    some, content = batch(memory_path, 40, 3, uploads=3), os.urandom(40)
+    some, content = batch(40, 3, uploads=3), os.urandom(40)
     wrong = Verdict.WRONG_LENGTH
     for upload, (start, length, piece) in enumerate(
         [
@@ -220,23 +197,22 @@ def test_what_is_no_piece_of_a_report_is_refused_and_written_nowhere(memory_path
     assert add_piece(some, 1, content, 0) is None
     assert some.add("node", only(1), 9, b"", Piece(0, 16, 40)) is wrong  # which gives it up
     assert [add_piece(some, 1, content, start) for start in (16, 32)] == [None, None]
-    assert read(some) == [content]
-    some.close()
+    assert ended(some) == [content]
 
 
 def test_of_too_many_long_reports_those_go_that_are_idle_or_of_whoever_has_most(
-    memory_path, pieces_of, monkeypatch
+    batch, pieces_of, monkeypatch
 ):
     pieces_of(16)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    some = batch(memory_path, 32, 9, uploads=4)
+    some = batch(32, 9, uploads=4)
 
-    def begin(sender: str, upload: int, start: int = 0) -> Verdict | None:
+    def begin(sender, upload, start=0):
         clock.now += 1.0
         return add_piece(some, upload, bytes(32), start, upload, sender)
 
-    def on_their_way() -> set[tuple[str, int]]:
+    def on_their_way():
         return set(some._uploads)
 
     greedy = [("greedy", upload) for upload in range(4)]
@@ -255,7 +231,6 @@ def test_of_too_many_long_reports_those_go_that_are_idle_or_of_whoever_has_most(
     assert begin("honest", 1, start=16) is Verdict.ACCEPTED
     assert begin("greedy", 3, start=16) is Verdict.ACCEPTED
     assert on_their_way() == {("honest", 0), ("another", 0)}
-    some.close()
 
 
 def test_a_slot_given_up_is_used_again_and_nothing_of_it_is_released(
@@ -272,7 +247,7 @@ def test_a_slot_given_up_is_used_again_and_nothing_of_it_is_released(
     assert one.add_own(bytes(32), keep=False)
     assert add_piece(one, 1, kept, 16, upload=9) is None
     assert add_piece(one, 1, kept, 0, upload=9) is Verdict.ACCEPTED  # the last, and it has it
-    assert read(one) == [kept]
+    assert ended(one) == [kept]
     one.close()
 
 
@@ -284,7 +259,7 @@ def test_its_file_has_no_name_and_no_bytes_come_twice(memory_path, pieces_of, mo
     place.mkdir()
     some = Batch(place, 64, 3, 3, 1, allocate=False)
     assert not list(place.iterdir())
-    blocks: Counter[bytes] = Counter()
+    blocks = Counter()
     for user in (0, 1):
         some.add("node", only(user), 9, bytes(64))
     before = b""
@@ -297,40 +272,17 @@ def test_its_file_has_no_name_and_no_bytes_come_twice(memory_path, pieces_of, mo
         before = now
     assert blocks.pop(bytes(16)) == 2  # of the piece that had not come at first
     assert set(blocks.values()) == {1}
-    assert read(some) == [bytes(64)] * 2
+    assert ended(some) == [bytes(64)] * 2
     some.close()
 
 
-def test_no_report_is_on_disk_and_the_directory_is_private(tmp_path):
-    place = tmp_path / "directory"
-    mask = os.umask(0)
-    try:
-        store = RunStore(place)
-        store.create_run("run", plan(50), 64)
-        store.open_round("run", 1, "model", PUBLIC_KEY)
-    finally:
-        os.umask(mask)
-    sent = [os.urandom(64) for _ in range(50)]
-    for user, sealed in enumerate(sent):
-        report = shuffler_world.report(store, user, sealed)
-        assert store.batches.accept(report) is Verdict.ACCEPTED
-    store.close_round("run", 1)
-    file = on_disk(store.release("run", 1))
-    assert len(file) >= 50 * 64
-    assert not any(sealed[at : at + 8] in file for sealed in sent for at in range(0, 64, 8))
-    assert [path.name for path in place.iterdir()] == ["record.jsonl"]
-    modes = [oct(path.stat().st_mode & 0o777) for path in (place, place / "record.jsonl")]
-    assert modes == ["0o700", "0o600"]
-    store.close()
-
-
-def test_many_threads_lose_and_double_nothing(memory_path, pieces_of):
+def test_many_threads_lose_and_double_nothing(batch, pieces_of):
     """Each user's report from four threads at once, short or in pieces, with blankets between."""
     pieces_of(16)
-    some = batch(memory_path, 40, 500, own=51, uploads=2)
+    some = batch(40, 500, own=51, uploads=2)
     together = threading.Barrier(6)
 
-    def submit(thread: int) -> Counter:
+    def submit(thread):
         together.wait(LIMIT)
         verdicts = Counter()
         for user in range(500):
@@ -343,7 +295,7 @@ def test_many_threads_lose_and_double_nothing(memory_path, pieces_of):
                 verdicts[some.add("node", only(user), 500, content)] += 1
         return verdicts
 
-    def make(keep: bool) -> Counter:
+    def make(keep):
         together.wait(LIMIT)
         for number in range(50):
             assert some.add_own(b"\xff" + number.to_bytes(39, "big"), keep=keep)
@@ -355,13 +307,12 @@ def test_many_threads_lose_and_double_nothing(memory_path, pieces_of):
         for maker in makers:
             maker.result()
     assert found == {Verdict.ACCEPTED: 500, Verdict.DUPLICATE: 1500}
-    released = Counter(sealed[1:] for sealed in read(some) if sealed[0] != 0xFF)
+    released = Counter(sealed[1:] for sealed in ended(some) if sealed[0] != 0xFF)
     assert released == Counter(user.to_bytes(39, "big") for user in range(500))
     assert (some.senders, some.count) == (500, 550)
-    some.close()
 
 
-def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk: Path):
+def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk):
     store = RunStore(tiny_disk / "directory")
     store.create_run("large", plan(1000), 20_000)
     for _ in range(2):
@@ -377,7 +328,7 @@ def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk: Path):
     store.close()
 
 
-def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk: Path, pieces_of):
+def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk, pieces_of):
     """A simulation's: and the reports that are in it stay."""
     pieces_of(10_000)
     store = RunStore(tiny_disk / "directory", Limits(uploads=1), durable=False)
@@ -389,9 +340,8 @@ def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk: 
     assert {store.batches.accept(report) for report in reports[1:]} == {Verdict.STORAGE_FULL}
     piece = dataclasses.replace(reports[1], sealed=bytes(10_000), piece=Piece(1, 0, 20_000))
     assert store.batches.accept(piece) is Verdict.STORAGE_FULL
-    with pytest.raises(ShufflerRefused) as refused:
-        store.create_run("another run", plan() + b" " * 60_000, 20_000)
-    assert refused.value.reason is Refusal.STORAGE_FULL
+    long = plan() + b" " * 60_000
+    assert refusal(store.create_run, "another run", long, 20_000) is Refusal.STORAGE_FULL
     filler.unlink()
     assert store.batches.accept(reports[3]) is Verdict.ACCEPTED
     assert store.close_round("run", 1).outcome is Outcome.RELEASABLE

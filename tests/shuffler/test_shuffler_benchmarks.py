@@ -1,7 +1,5 @@
 """The shuffler's benchmarks, small."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

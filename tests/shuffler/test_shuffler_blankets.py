@@ -5,14 +5,9 @@ how many sealed reports a release has, how long they are and in which order they
 tested with the batch, the health status with the service.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import itertools
-import json
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +17,7 @@ from scipy import stats
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import World, logged, raw_channel, refusal
+from shuffler_world import logged, raw_channel, refusal
 from shufl.protocol.mechanisms import (
     GaussianMechanism,
     SeededRandomness,
@@ -55,34 +50,27 @@ MECHANISM = GaussianMechanism(clip_norm=0.5, noise_multiplier=1.5)
 LENGTH = sealed_length(report_length(DIMENSION))
 
 
-def plan(expected: float = EXPECTED, users: int = 1000, minimum: int = 1) -> bytes:
-    fields = {"shuffler_blankets": expected, "mechanism": MECHANISM.model_dump()}
-    return shuffler_world.plan(users, minimum, **fields)
+def plan(expected=EXPECTED, users=1000, minimum_batch=1):
+    return shuffler_world.plan(users, minimum_batch, **with_blankets(expected))
 
 
-def mechanism(**change: object) -> dict[str, object]:
-    return {"mechanism": MECHANISM.model_dump() | change}
+def with_blankets(expected):
+    return {"shuffler_blankets": expected, "mechanism": MECHANISM.model_dump()}
 
 
-def opened(world: World, round: int = 1, length: int = LENGTH, **of_plan: float) -> RoundHeader:
-    digest = world.control.create_run("run", plan(**of_plan), length)
-    nonce = world.control.open_round("run", round, "model", world.public_key)
-    return RoundHeader("run", round, "model", digest, key_digest(world.public_key), nonce)
+def opened(world, round=1, **of_plan):
+    return world.begin(round=round, report_bytes=LENGTH, **with_blankets(EXPECTED), **of_plan)
 
 
-def released(world: World, header: RoundHeader) -> np.ndarray:
+def released(world, header):
     """Closes the round and opens what it releases: int16 of shape (k, d)."""
-    assert world.control.close_round("run", header.round).outcome is Outcome.RELEASABLE
-    opener = ReportOpener(world.private_key)
-    batch = list(world.control.release("run", header.round))
+    batch, opener = world.released(header), ReportOpener(world.private_key)
     world.control.end_round("run", header.round)
     assert {len(sealed) for sealed in batch} <= {LENGTH}
     return np.array([decode_report(opener.open(sealed, header), DIMENSION) for sealed in batch])
 
 
-def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(
-    here: Callable[..., World],
-):
+def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(here):
     world = here(simulation_seed=11)
     for round in (1, 2):
         found = released(world, opened(world, round))
@@ -94,7 +82,7 @@ def test_a_simulations_blankets_are_reports_of_the_zero_update_from_its_seed(
 
 
 @pytest.mark.slow
-def test_a_long_blanket_is_made_in_pieces_and_the_same_report(memory_path: Path):
+def test_a_long_blanket_is_made_in_pieces_and_the_same_report(memory_path):
     dimension, expected = 2**20 + 3, 0.01
     seeds = map(SeededRandomness, itertools.count())
     randomness = next(each for each in seeds if each.number_of_blankets(1, expected))
@@ -113,9 +101,7 @@ def test_a_long_blanket_is_made_in_pieces_and_the_same_report(memory_path: Path)
     store.close()
 
 
-def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(
-    here: Callable[..., World],
-):
+def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(here):
     world = here()
     batches = [released(world, opened(world, round)) for round in (1, 2, 3)]
     rows = np.concatenate(batches)
@@ -127,7 +113,7 @@ def test_blankets_from_the_system_have_the_mechanisms_law_and_never_come_again(
 
 
 @pytest.mark.slow
-def test_the_number_of_blankets_is_poisson_over_rounds(memory_path: Path):
+def test_the_number_of_blankets_is_poisson_over_rounds(memory_path):
     """Of rounds without any report; one that has no blanket either is below the minimum."""
     store, counts = RunStore(memory_path / "directory", durable=False), []
     store.create_run("run", plan(expected=3.0), LENGTH)
@@ -143,7 +129,7 @@ def test_the_number_of_blankets_is_poisson_over_rounds(memory_path: Path):
     assert stats.chisquare(cells, np.array(chances) * 120).pvalue > 1e-6
 
 
-def submitted(world: World, header: RoundHeader, count: int) -> list[Verdict]:
+def submitted(world, header, count):
     noise = np.random.default_rng(0).standard_normal((count, DIMENSION))
     update = np.full(DIMENSION, 0.05)
     reports = (
@@ -153,9 +139,7 @@ def submitted(world: World, header: RoundHeader, count: int) -> list[Verdict]:
     return list(world.intake.submit(header, reports))
 
 
-def test_users_reports_and_blankets_are_one_batch_and_users_keep_their_room(
-    here: Callable[..., World],
-):
+def test_users_reports_and_blankets_are_one_batch_and_users_keep_their_room(here):
     world = here(simulation_seed=5)
     header = opened(world, users=30)
     assert submitted(world, header, 30) == [Verdict.ACCEPTED] * 30
@@ -164,26 +148,22 @@ def test_users_reports_and_blankets_are_one_batch_and_users_keep_their_room(
     assert len(released(world, header)) == 30 + count
 
 
-@pytest.mark.parametrize(("minimum", "outcome"), [(1000, "below"), (20, "releasable")])
-def test_the_minimum_batch_counts_users_reports_and_blankets_together(
-    here: Callable[..., World], minimum: int, outcome: str
-):
+@pytest.mark.parametrize(
+    ("minimum", "outcome"), [(1000, Outcome.BELOW_MINIMUM), (20, Outcome.RELEASABLE)]
+)
+def test_the_minimum_batch_counts_users_reports_and_blankets_together(here, minimum, outcome):
     world = here(simulation_seed=5)
-    header = opened(world, minimum=minimum)
-    submitted(world, header, 3)
-    expected = Outcome.BELOW_MINIMUM if outcome == "below" else Outcome.RELEASABLE
-    assert world.control.close_round("run", 1).outcome is expected
+    submitted(world, opened(world, minimum_batch=minimum), 3)
+    assert world.control.close_round("run", 1).outcome is outcome
 
 
-def made(store: RunStore, round: int) -> None:
+def made(store, round):
     """Makes all of a round's blankets."""
     while store.batches.make_blankets("run", round):
         pass
 
 
-def test_as_much_is_done_for_blankets_whatever_the_number_kept(
-    memory_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_as_much_is_done_for_blankets_whatever_the_number_kept(memory_path, monkeypatch):
     """So that the time until a round is closed does not tell it."""
     asked, held = [], []
     for kept in (0, 1, 20, most_blankets(20.0)):
@@ -207,22 +187,20 @@ def test_as_much_is_done_for_blankets_whatever_the_number_kept(
     assert asked == [asked[0]] * 4
 
 
-def asked_of_the_system() -> dict[str, int]:
+def asked_of_the_system():
     """Bytes and calls of writing so far, of this thread alone."""
     lines = Path("/proc/thread-self/io").read_text().splitlines()
     counts = {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
     return {name: counts[name] for name in ("wchar", "syscw")}
 
 
-def test_closing_waits_until_the_blankets_are_made_and_ending_does_not(
-    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-):
+def test_closing_waits_until_the_blankets_are_made_and_ending_does_not(here, monkeypatch):
     """None is made before the test says so."""
     world, may_be_made = here(), threading.Event()
     batches = world.process.store.batches
     make = batches.make_blankets
 
-    def make_later(*about: object) -> bool:
+    def make_later(*about):
         assert may_be_made.wait(LIMIT)
         return make(*about)
 
@@ -243,7 +221,7 @@ def test_closing_waits_until_the_blankets_are_made_and_ending_does_not(
         assert closing.result(LIMIT).outcome is Outcome.RELEASABLE
 
 
-def answers(world: World, reports: int) -> list[bytes]:
+def answers(world, reports):
     """Every message that the server gets in a round, but for the sealed reports themselves."""
     stub = Stub("Control", raw_channel(world, world.process.control))
     pb = shuffler_pb2
@@ -266,9 +244,7 @@ def answers(world: World, reports: int) -> list[bytes]:
     return [each.SerializeToString() for each in found]
 
 
-def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(
-    here: Callable[..., World], tmp_path: Path
-):
+def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(here, tmp_path):
     """A round of few users' reports, and one of many, with other numbers of blankets."""
     said, logs = [], []
     for seed, reports in ((5, 3), (6, 300)):
@@ -281,21 +257,8 @@ def test_no_answer_log_or_metric_tells_how_many_blankets_or_reports_there_were(
     assert logs[0] == logs[1] != []
 
 
-def test_a_report_for_another_key_than_the_rounds_is_refused(here: Callable[..., World]):
-    """So that no server can tell blankets from reports by the key that opens them."""
-    world = here()
-    header = opened(world)
-    own = world.public_key
-    world.public_key = generate_key_pair()[1]
-    header = dataclasses.replace(header, key_digest=key_digest(world.public_key))
-    assert submitted(world, header, 2) == [Verdict.WRONG_COMMITMENT] * 2
-    world.public_key = own
-    header = dataclasses.replace(header, key_digest=key_digest(own))
-    assert submitted(world, header, 2) == [Verdict.ACCEPTED] * 2
-
-
 @pytest.mark.parametrize("key", [b"", bytes(31), bytes(32), bytes(1216)], ids=len)
-def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(shared: World, key: bytes):
+def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(shared, key):
     run = f"key of {len(key)}"
     shared.control.create_run(run, plan(), LENGTH)
     with pytest.raises(ShufflerRefused, match="the public key is not one to seal") as refused:
@@ -304,42 +267,13 @@ def test_a_public_key_that_nothing_can_be_sealed_to_is_refused(shared: World, ke
     shared.control.open_round(run, 1, "model", shared.public_key)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"shuffler_blankets": -1.0}, "the plan: shuffler_blankets must be"),
-        ({"shuffler_blankets": 1e8}, "the plan: shuffler_blankets must be"),
-        ({"shuffler_blankets": "50"}, "the plan: shuffler_blankets must be"),
-        ({"shuffler_blankets": None}, "the plan: shuffler_blankets must be"),
-        ({"mechanism": None}, "mechanism must be"),
-        ({"mechanism": {"name": "gaussian"}}, "noise_multiplier is missing"),
-        ({"mechanism": {"name": "laplace"}}, "must be one with the name 'gaussian', 'ldp-sgd'"),
-        (mechanism(clip_norm=0.0), "clip_norm must be a number in"),
-        (mechanism(noise_multiplier=None), "noise_multiplier must be a number"),
-        (mechanism(noise_multiplier=True), "noise_multiplier must be a number"),
-        (mechanism(noise_multiplier=10**400), "noise_multiplier must be a number"),
-        (mechanism(noise_multiplier=0.0), "noise_multiplier of a plan must lie in"),
-        (mechanism(noise_multiplier=2e15), "noise_multiplier must be a number in"),
-        (mechanism(clip_norm=1e308), "clip_norm must be a number in"),
-        (mechanism(clip_norm=5e-324), "clip_norm must be a number in"),
-    ],
-)
-def test_a_plan_without_what_blankets_need_is_refused(
-    shared: World, change: dict[str, object], named: str
-):
-    fields = {**json.loads(plan()), **change}
-    with pytest.raises(ShufflerRefused, match=named) as refused:
-        shared.control.create_run("run", json.dumps(fields).encode(), LENGTH)
-    assert refused.value.reason is Refusal.MALFORMED
-
-
-def test_reports_that_are_no_whole_numbers_of_entries_can_have_no_blankets(shared: World):
+def test_reports_that_are_no_whole_numbers_of_entries_can_have_no_blankets(shared):
     shared.control.create_run("odd", plan(), LENGTH + 1)
     with pytest.raises(ShufflerRefused, match="can have no blankets"):
         shared.control.open_round("odd", 1, "model", shared.public_key)
 
 
-def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(tiny_disk: Path):
+def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(tiny_disk):
     """With room again the rest is made: what was made stays, and nothing is drawn anew."""
     store = RunStore(tiny_disk / "directory", randomness=SeededRandomness(5), durable=False)
     length, key = sealed_length(report_length(2000)), generate_key_pair()[1]
@@ -353,10 +287,3 @@ def test_on_a_full_disk_a_round_without_its_blankets_is_not_released(tiny_disk: 
     count = SeededRandomness(5).number_of_blankets(1, 3.0)
     assert store.release("run", 1).count == count > 0
     store.close()
-
-
-def test_a_seed_for_blankets_is_for_a_simulations_own_shuffler_only(command, tmp_path: Path):
-    done = command('simulation_seed = 3\ndirectory = "directory"\n')
-    assert done.returncode == 2
-    words = "simulation_seed is for a simulation's own shuffler"
-    assert done.stderr == f"shuffler: {tmp_path / 'shuffler.toml'}: {words}\n"

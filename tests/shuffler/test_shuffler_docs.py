@@ -1,7 +1,5 @@
 """What docs/shuffler.md tells an operator to do works as it is printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -14,7 +12,7 @@ import pytest
 from ports import free_port
 from run_world import LIMIT
 from shuffler_world import plan, refusal, scrape
-from shufl.shuffler import ControlClient, Credentials, Refusal, ShufflerRefused
+from shufl.shuffler import ControlClient, Credentials, Refusal
 from shufl.shuffler.config import ShufflerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -22,26 +20,14 @@ PAGE = (ROOT / "docs" / "shuffler.md").read_text(encoding="utf-8")
 START = "shufl shuffler --config shuffler.toml"
 
 
-def printed(language: str) -> str:
+def printed(language):
     return "".join(re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M))
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Of a shell that finds `shufl`."""
-    shufl = tmp_path / "bin" / "shufl"
-    shufl.parent.mkdir()
-    shufl.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shufl.cli "$@"\n')
-    shufl.chmod(0o700)
-    path = f"{shufl.parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path}
-
-
 @pytest.mark.slow
-def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(
-    tmp_path: Path, environment: dict[str, str]
-):
-    place = tmp_path / "empty"
+def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(tmp_path):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of `shufl`
+    environment, place = {**os.environ, "PATH": path}, tmp_path / "empty"
     place.mkdir()
     *commands, last = re.findall(r"^\$ (.*)", printed("console"), re.M)
     assert last == START
@@ -61,14 +47,12 @@ def test_the_commands_and_the_configuration_of_the_page_start_a_shuffler(
         text=True,
     )
     try:
-        assert child.stdout is not None and child.stderr is not None
         line = child.stdout.readline()
         assert line == f"shuffler listening on {listen}\n", child.stderr.read()
         assert "shuffler listening on 0.0.0.0:9000\n" in printed("console")
         with ControlClient(listen, Credentials.read(place / "server", "server")) as control:
-            with pytest.raises(ShufflerRefused) as refused:  # its floor is below the page's
-                control.create_run("run", plan(9, 3), 100)
-            assert refused.value.reason is Refusal.BELOW_FLOOR
+            # Its floor is below the page's.
+            assert refusal(control.create_run, "run", plan(9, 3), 100) is Refusal.BELOW_FLOOR
         assert scrape(metrics)['shufl_refusals_total{reason="BELOW_FLOOR"}'] == 1
         with ControlClient(listen, Credentials.read(place / "phone", "phone-7")) as phone:
             assert refusal(phone.end_run, "run") is Refusal.NOT_PERMITTED

@@ -1,10 +1,7 @@
 """The shuffler's memory does not grow with a report, a round, or the number of nodes at once."""
 
-from __future__ import annotations
-
+import itertools
 import os
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import pytest
 
 from nights import by_night
 from run_world import LIMIT, peak_bytes
-from shuffler_world import World, open_batches, raw_channel
+from shuffler_world import SUMS, open_batches, raw_channel
 from shufl.shuffler import IntakeClient, Outcome, Verdict, message_length
 from shufl.shuffler.store import batch
 from shufl.shuffler.store.batch import Batch
@@ -23,22 +20,17 @@ from shufl.shuffler.wire.connection import Stub
 FEW = 1e-20  # blankets: two are made, and none is kept
 
 
-def submit_at_once(world: World, header, nodes: int, reports: int, length: int) -> list[Verdict]:
+def submit_at_once(world, header, nodes, reports, length):
     """The same report from all users, over so many connections."""
     content = os.urandom(length)
-    verdicts: list[Verdict] = []
 
-    def node(number: int) -> None:
+    def node(number):
         with IntakeClient(world.process.address, world.process.submit, timeout=LIMIT) as intake:
             users = range(number * reports, (number + 1) * reports)
-            verdicts.extend(intake.submit(header, ((user, content) for user in users)))
+            return list(intake.submit(header, ((user, content) for user in users)))
 
-    threads = [threading.Thread(target=node, args=(number,)) for number in range(nodes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return verdicts
+    with ThreadPoolExecutor(nodes) as pool:
+        return list(itertools.chain.from_iterable(pool.map(node, range(nodes))))
 
 
 @pytest.mark.slow
@@ -50,36 +42,28 @@ def submit_at_once(world: World, header, nodes: int, reports: int, length: int) 
         *by_night((24, 5, 4_000_000, 300), (4, 2, 64 * 2**20, 300), (24, 50, 250_000, 300)),
     ],
 )
-def test_memory_stays_flat(
-    start: Callable[..., World], nodes: int, reports: int, length: int, most_mb: int
-):
+def test_memory_stays_flat(start, nodes, reports, length, most_mb):
     """With two blankets made meanwhile: how many of them are kept changes no work."""
     world = start()
     users = nodes * reports
     header = world.begin(report_bytes=length, users=users, shuffler_blankets=FEW)
     verdicts = submit_at_once(world, header, nodes, reports, length)
     assert verdicts == [Verdict.ACCEPTED] * nodes * reports
-    assert world.control.close_round("run", 1).outcome is Outcome.RELEASABLE
-    assert sum(len(sealed) for sealed in world.control.release("run", 1)) == (
-        nodes * reports * length
-    )
+    assert sum(len(sealed) for sealed in world.released(header)) == (nodes * reports * length)
     assert peak_bytes(world.process.pid) < most_mb * 1e6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("runs", "dimension"), [(3, 4_000_000), *by_night((4, 16_000_000))])
-def test_sums_that_are_released_at_once_take_four_bytes_a_parameter(
-    start: Callable[..., World], runs: int, dimension: int
-):
+def test_sums_that_are_released_at_once_take_four_bytes_a_parameter(start, runs, dimension):
     world, length = start(), message_length(dimension, "sum")
-    sums = {"mixing": "sum", "cover": True, "accountant": "sum-central", "central_noise": 5.0}
     names = [f"run {number}" for number in range(runs)]
     for name in names:
-        header = world.begin(name, report_bytes=length, users=1, **sums)
+        header = world.begin(name, report_bytes=length, users=1, central_noise=5.0, **SUMS)
         assert submit_at_once(world, header, 1, 1, length) == [Verdict.ACCEPTED]
         assert world.control.close_round(name, 1).outcome is Outcome.RELEASABLE
 
-    def released(name: str) -> int:
+    def released(name):
         return sum(map(len, world.control.release(name, 1)))
 
     with ThreadPoolExecutor(runs) as pool:
@@ -88,7 +72,7 @@ def test_sums_that_are_released_at_once_take_four_bytes_a_parameter(
     assert peak_bytes(world.process.pid) < promised
 
 
-def piece(header, length: int, start: int, user: int = 0, upload: int = 0):
+def piece(header, length, start, user=0, upload=0):
     """A piece of a report of zeros."""
     return shuffler_pb2.SubmitRequest(
         run_id=header.run_id,
@@ -102,7 +86,7 @@ def piece(header, length: int, start: int, user: int = 0, upload: int = 0):
     )
 
 
-def send(stub: Stub, header, length: int, user: int = 0, upload: int = 0) -> list[Verdict]:
+def send(stub, header, length, user=0, upload=0):
     """Sends all pieces of a report; the verdicts that come."""
     return [
         Verdict(verdict)
@@ -115,37 +99,21 @@ def send(stub: Stub, header, length: int, user: int = 0, upload: int = 0) -> lis
     ("more", "verdict"),
     [(-PIECE_BYTES, 5), (-1, 5), (0, 1), (1, 5), (PIECE_BYTES, 5), (37 * PIECE_BYTES, 5)],
 )
-def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(
-    shared: World, more: int, verdict: int
-):
+def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(shared, more, verdict):
     length, run = 3 * PIECE_BYTES, f"{more} more"
     header = shared.begin(run, report_bytes=length, users=1)
     with raw_channel(shared) as channel:
         assert set(send(Stub("Intake", channel), header, length + more)) == {Verdict(verdict)}
     again = shared.submit(header, [(0, bytes(length))])
     assert again == [Verdict.DUPLICATE if verdict == 1 else Verdict.ACCEPTED]
-    shared.control.close_round(run, 1)
-    assert list(shared.control.release(run, 1)) == [bytes(length)]
+    assert shared.released(header) == [bytes(length)]
 
 
-@pytest.mark.slow
-def test_a_report_that_breaks_off_is_not_in_the_batch(here):
-    world, length = here(), 64 * PIECE_BYTES
-    header = world.begin(report_bytes=length, users=4)
-    with raw_channel(world) as channel:
-        for start in range(0, length - PIECE_BYTES, PIECE_BYTES):
-            assert not Stub("Intake", channel).Submit(piece(header, length, start)).verdicts
-    one = os.urandom(length)
-    assert world.submit(header, [(0, one)]) == [Verdict.ACCEPTED]
-    world.control.close_round("run", 1)
-    assert list(world.control.release("run", 1)) == [one]
-
-
-def test_long_reports_of_several_runs_at_once_go_where_they_belong(here: Callable[..., World]):
+def test_long_reports_of_several_runs_at_once_go_where_they_belong(here):
     world, length = here(), 3 * PIECE_BYTES
     a, b = (world.begin(run_id=run, report_bytes=length, users=50) for run in "ab")
     sent = [(a, 0), (a, 0), (b, 0), (b, 1), (a, 1), (a, 50)]
-    verdicts: list[list[Verdict]] = [[] for _ in sent]
+    verdicts = [[] for _ in sent]
     with raw_channel(world) as channel:
         for start in range(0, length, PIECE_BYTES):
             for upload, (header, user) in enumerate(sent):
@@ -158,14 +126,11 @@ def test_long_reports_of_several_runs_at_once_go_where_they_belong(here: Callabl
     for verdict, count in counted.items():
         name = f'shufl_reports_total{{verdict="{verdict}"}}'
         assert world.process.scrape()[name] == count
-    for run in "ab":
-        assert world.control.close_round(run, 1).outcome is Outcome.RELEASABLE
-        assert list(world.control.release(run, 1)) == [bytes(length)] * 2
+    for header in (a, b):
+        assert world.released(header) == [bytes(length)] * 2
 
 
-def test_a_long_report_that_is_given_up_for_others_is_sent_again_as_a_whole(
-    here: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_long_report_that_is_given_up_for_others_is_sent_again_as_a_whole(here, monkeypatch):
     """Another sender's takes its place each time that all but one of its pieces are there."""
     world, length = here(limits={"uploads": 1}), 20 * PIECE_BYTES
     header = world.begin(report_bytes=length, users=1)
@@ -183,11 +148,10 @@ def test_a_long_report_that_is_given_up_for_others_is_sent_again_as_a_whole(
     sealed = os.urandom(length)
     assert world.submit(header, [(0, sealed)]) == [Verdict.ACCEPTED]
     assert len(taken) == 3 and len(set(taken)) == 1
-    world.control.close_round("run", 1)
-    assert list(world.control.release("run", 1)) == [sealed]
+    assert world.released(header) == [sealed]
 
 
-def own_memory(pid: int) -> int:
+def own_memory(pid):
     """Bytes that the process has made, without what is mapped from files."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
@@ -195,7 +159,7 @@ def own_memory(pid: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_rounds_through_the_service_leave_nothing_that_grows(start, memory_path: Path):
+def test_rounds_through_the_service_leave_nothing_that_grows(start, memory_path):
     """Of each four one is released, one broken off, one discarded, one below the minimum.
 
     `test_a_day_of_rounds_leaves_nothing_that_grows` runs 24 hours of rounds without the service.

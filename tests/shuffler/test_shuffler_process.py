@@ -1,7 +1,5 @@
 """Starting and stopping: the command, its refusals, TLS, and the child process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -50,17 +48,27 @@ TLS = '[tls]\ncertificate = "/no"\nkey = "/no"\nauthority = "/no"\n'
         ("[limits]\nstreams = 0", "limits.uploads must be a whole number from"),  # as 0.1.0 has it
         ("[limits]\nstreams = 3\nuploads = 4", "unknown key limits.streams; "),
         ("[limits]\nrelease_hours = 0", "limits.release_hours must be a number in (0, 10^4], got"),
+        (DIRECTORY + "simulation_seed = 3", "simulation_seed is for a simulation's own shuffler"),
         ("simulation_seed = -1", "must be a whole number in [0, 2^63), got -1"),
         ("log_file = 3", "log_file must be the path of a file, got 3"),
         ("directory = " + "[" * 5000, "is not valid TOML: it is nested too deeply"),
         ("listen = yes", "is not valid TOML"),
+        (DIRECTORY + "plaintext = true", "unknown key plaintext"),
     ],
 )
-def test_bad_input_is_one_line(command, config: str, words: str):
+def test_bad_input_is_one_line(command, config, words):
     assert words in refused(command, config)
 
 
-def refused(command, config: str, **options: bool) -> str:
+@pytest.mark.parametrize(
+    ("tls", "words"),
+    [("", "tls is missing"), (TLS, "No such file"), ("[tls]", "tls.certificate is missing")],
+)
+def test_without_its_files_for_tls_it_does_not_start(command, tls, words):
+    assert words in refused(command, DIRECTORY + tls, tls=False)
+
+
+def refused(command, config, **options):
     """The one line of a command that does not start."""
     done = command(config, **options)
     assert (done.returncode, done.stdout) == (2, "")
@@ -68,22 +76,9 @@ def refused(command, config: str, **options: bool) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (DIRECTORY, "tls is missing"),
-        (DIRECTORY + TLS, "No such file"),
-        ('[tls]\nkey = "/no"', "tls.certificate is missing"),
-        (DIRECTORY + "plaintext = true", "unknown key plaintext"),
-    ],
-)
-def test_without_its_files_for_tls_it_does_not_start(command, config: str, words: str):
-    assert words in refused(command, config, tls=False)
-
-
 @pytest.mark.parametrize("arguments", [["--config", "/nowhere.toml"], [], ["--bogus"]])
 def test_a_configuration_that_is_not_there_and_an_unknown_option_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    monkeypatch, capsys, arguments
 ):
     monkeypatch.setattr(sys, "argv", ["shufl", "shuffler", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -111,29 +106,28 @@ def test_a_taken_port_is_refused(here, command):
         ("key", "own.key: not the key of"),
     ],
 )
-def test_tls_files_that_no_client_would_accept_are_refused(
-    command, tmp_path: Path, wrong: str, words: str
-):
-    authority = Authority.create()
-    role = Role.SERVER if wrong == "client" else Role.SHUFFLER
-    hosts = [] if wrong == "client" else ["127.0.0.1"]
-    days = -1 if wrong == "expired" else 1
-    authority.issue(role, "own", hosts=hosts, days=days).write(tmp_path, "own")
-    if wrong == "authority":
-        (tmp_path / "authority.pem").write_bytes(Authority.create().certificate)
-    if wrong == "itself":
-        (tmp_path / "authority.pem").write_bytes(b"nothing")
-    if wrong == "mode":
-        (tmp_path / "own.key").chmod(0o640)
-    if wrong == "key":
-        another = authority.issue(role, "own", hosts=hosts)
-        (tmp_path / "own.key").write_bytes(another.private_key)
+def test_tls_files_that_no_client_would_accept_are_refused(command, tmp_path, wrong, words):
+    authority, shuffler = Authority.create(), (Role.SHUFFLER, "own")
+    issued = authority.issue(*shuffler, hosts=["a"], days=-1 if wrong == "expired" else 1)
+    if wrong == "client":
+        issued = authority.issue(Role.SERVER, "own")
+    issued.write(tmp_path, "own")
+    match wrong:
+        case "authority":
+            (tmp_path / "authority.pem").write_bytes(Authority.create().certificate)
+        case "itself":
+            (tmp_path / "authority.pem").write_bytes(b"nothing")
+        case "mode":
+            (tmp_path / "own.key").chmod(0o640)
+        case "key":
+            another = authority.issue(*shuffler, hosts=["a"])
+            (tmp_path / "own.key").write_bytes(another.private_key)
     tls = '[tls]\ncertificate = "own.pem"\nkey = "own.key"\nauthority = "authority.pem"'
     assert words in refused(command, DIRECTORY + tls, tls=False)
 
 
 @pytest.mark.slow
-def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path: Path):
+def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path):
     """As it does at SIGTERM: `test_shuffler_docs.py` and `test_shuffler_log.py` have that."""
     config = tmp_path / "shuffler.toml"
     config.write_text(DIRECTORY + tls_section(tmp_path / "tls")[1])
@@ -148,7 +142,6 @@ def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path: Path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert child.stdout is not None
     line = child.stdout.readline()
     assert line.startswith("shuffler listening on 127.0.0.1:")
     assert not list(scratch.iterdir())
@@ -162,7 +155,7 @@ def test_it_prints_one_line_and_stops_at_ctrl_c(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_temporary_directory_goes_at_the_end_also_where_the_child_ignores_sigterm(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch, tmp_path
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ShufflerProcess() as process:
@@ -182,9 +175,7 @@ def test_only_what_is_certain_to_be_loopback_counts_as_loopback():
 
 
 @pytest.mark.slow
-def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_the_child_is_found_from_any_directory_and_ends_with_the_block(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with ShufflerProcess(Path("directory")) as process:
@@ -198,7 +189,7 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
 
 
 @pytest.mark.slow
-def test_a_child_that_does_not_start_says_why(tmp_path: Path):
+def test_a_child_that_does_not_start_says_why(tmp_path):
     with (
         pytest.raises(ShufflerUnavailable, match=r"exit code 2: shuffler: .*metrics only on"),
         ShufflerProcess(metrics="0.0.0.0:0"),
@@ -206,18 +197,8 @@ def test_a_child_that_does_not_start_says_why(tmp_path: Path):
         pass
 
 
-def test_importing_the_package_does_not_load_the_service():
-    code = (
-        "import sys, shufl.shuffler; names = ('shufl.shuffler.service.grpc_server', "
-        "'shufl.shuffler.store.runs', 'typer', 'torch'); "
-        "print([name for name in names if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
-
-
 @pytest.mark.slow
-def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_along(tmp_path: Path):
+def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_along(tmp_path):
     script = (
         "import time; from shufl.shuffler import ShufflerProcess\n"
         "with ShufflerProcess() as process:\n"
@@ -229,7 +210,6 @@ def test_when_its_parent_is_killed_the_shuffler_ends_and_takes_its_directory_alo
         env={**os.environ, "TMPDIR": str(tmp_path)},
         cwd=ROOT,
     )
-    assert parent.stdout is not None
     child = int(parent.stdout.readline())
     assert list(tmp_path.rglob("record.jsonl"))
     parent.kill()

@@ -1,11 +1,8 @@
 """The record file and its directory: what a start makes of them. In process, on real files."""
 
-from __future__ import annotations
-
 import json
+import os
 import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ from shufl.shuffler.store.runs import RunStore
 
 
 @pytest.fixture
-def directory(memory_path: Path) -> Path:
+def directory(memory_path):
     """Of a run with a round that was released, one that was discarded, and one that is open."""
     place = memory_path / "directory"
     store = RunStore(place)
@@ -35,7 +32,7 @@ def directory(memory_path: Path) -> Path:
     return place
 
 
-def events(store: RunStore) -> list[tuple[str, int | None]]:
+def events(store):
     return [(line["event"], line.get("round")) for line in verify(store.record(0))]
 
 
@@ -45,7 +42,7 @@ BEFORE = [
 ]
 
 
-def test_a_start_enters_what_is_lost_once_and_goes_on(directory: Path):
+def test_a_start_enters_what_is_lost_once_and_goes_on(directory):
     for _ in range(2):
         store = RunStore(directory)
         assert events(store) == [*BEFORE, ("lost", 3)]
@@ -64,7 +61,7 @@ def test_a_start_enters_what_is_lost_once_and_goes_on(directory: Path):
     store.close()
 
 
-def test_of_a_line_that_a_crash_cut_short_nothing_remains(directory: Path):
+def test_of_a_line_that_a_crash_cut_short_nothing_remains(directory):
     """At every byte of the last line: the discarded round is then lost."""
     file = directory / "record.jsonl"
     whole = file.read_bytes()
@@ -80,11 +77,11 @@ def test_of_a_line_that_a_crash_cut_short_nothing_remains(directory: Path):
     store.close()
 
 
-def flipped(content: bytes, place: int) -> bytes:
+def flipped(content, place):
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-DAMAGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+DAMAGES = {
     "a bit": lambda lines: [*lines[:2], flipped(lines[2], 20), *lines[3:]],
     "its check value": lambda lines: [*lines[:2], flipped(lines[2], -5), *lines[3:]],
     "a line is gone": lambda lines: [*lines[:2], *lines[3:]],
@@ -96,9 +93,7 @@ DAMAGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_line_is_named_in_one_line_and_nothing_is_changed(
-    directory: Path, how: str, command
-):
+def test_a_damaged_line_is_named_in_one_line_and_nothing_is_changed(directory, how, command):
     file = directory / "record.jsonl"
     damaged = b"".join(DAMAGES[how](file.read_bytes().splitlines(keepends=True)))
     file.write_bytes(damaged)
@@ -109,7 +104,7 @@ def test_a_damaged_line_is_named_in_one_line_and_nothing_is_changed(
     assert file.read_bytes() == damaged
 
 
-def test_lines_that_follow_each_other_and_make_no_sense_are_refused(directory: Path):
+def test_lines_that_follow_each_other_and_make_no_sense_are_refused(directory):
     """A record of another version, say."""
     file = directory / "record.jsonl"
     about = {"server": "", "plan": "{}", "report_bytes": 64}
@@ -119,7 +114,7 @@ def test_lines_that_follow_each_other_and_make_no_sense_are_refused(directory: P
             RunStore(directory)
 
 
-def test_a_directory_serves_one_shuffler_at_a_time(directory: Path, command):
+def test_a_directory_serves_one_shuffler_at_a_time(directory, command):
     store = RunStore(directory)
     with pytest.raises(ValueError, match="in use by another shuffler"):
         RunStore(directory)
@@ -130,15 +125,21 @@ def test_a_directory_serves_one_shuffler_at_a_time(directory: Path, command):
     RunStore(directory).close()
 
 
-def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path):
-    (tmp_path / "something").touch()
+def test_a_directory_is_the_shuffler_s_alone(tmp_path):
+    mask = os.umask(0)
+    try:
+        RunStore(tmp_path / "directory").close()
+    finally:
+        os.umask(mask)
+    places = tmp_path / "directory", tmp_path / "directory/record.jsonl"
+    assert [place.stat().st_mode & 0o777 for place in places] == [0o700, 0o600]
     tmp_path.chmod(0o755)
     with pytest.raises(ValueError, match="must have mode 0700, has 0755"):
         RunStore(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_record_comes_in_answers_of_bounded_length(memory_path: Path):
+def test_the_record_comes_in_answers_of_bounded_length(memory_path):
     """Also the entries of runs with plans of 60 kB each: four of them fit."""
     store = RunStore(memory_path / "directory", durable=False)
     for number in range(9):
@@ -165,7 +166,7 @@ def test_the_record_comes_in_answers_of_bounded_length(memory_path: Path):
 
 
 @pytest.mark.slow
-def test_a_start_keeps_no_line_of_the_record(directory: Path):
+def test_a_start_keeps_no_line_of_the_record(directory):
     lines = (directory / "record.jsonl").read_bytes().splitlines(keepends=True)
     check = json.loads(lines[-1])["~check"]
     for number in range(4, 2004):
@@ -191,7 +192,7 @@ def test_a_start_keeps_no_line_of_the_record(directory: Path):
     store.close()
 
 
-def test_what_is_not_in_the_record_has_not_happened(tiny_disk: Path):
+def test_what_is_not_in_the_record_has_not_happened(tiny_disk):
     """On a full disk no round opens, is released or ends; with room again each does."""
     store = RunStore(tiny_disk / "directory", durable=False)
     store.create_run("run", plan(10), 64)
@@ -215,7 +216,7 @@ def test_what_is_not_in_the_record_has_not_happened(tiny_disk: Path):
 
 
 def test_a_run_of_an_older_shuffler_with_too_short_reports_is_no_reason_not_to_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ):
     with monkeypatch.context() as older:
         older.setattr(runs, "SEALED_BYTES", 0)

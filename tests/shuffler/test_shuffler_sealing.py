@@ -1,16 +1,10 @@
 """A sealed report opens with the server's key, for its round, unchanged; and not otherwise."""
 
-from __future__ import annotations
-
 import dataclasses
-import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shufl.shuffler import (
@@ -24,7 +18,6 @@ from shufl.shuffler import (
     sealed_length,
 )
 
-ROOT = Path(__file__).parents[2]
 HEADER = RoundHeader("run", 7, "model 7", "ab" * 32, "cd" * 32)
 HEADERS = st.builds(RoundHeader, st.text(), st.integers(0, 2**63 - 1), *[st.text(max_size=4)] * 3)
 
@@ -87,78 +80,6 @@ def test_a_report_opens_once_also_among_others(keys):
         assert rejected.value.reason is RejectReason.REPLAYED
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SUITES)
-def test_a_dropped_private_key_is_nowhere_in_memory(name):
-    """In a process of its own: the key is found while it is held, and not afterwards."""
-    code = f"""
-import ctypes, re, secrets
-from pathlib import Path
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
-from shufl.shuffler.wire import sealing
-from shufl.shuffler import RoundHeader, ReportOpener, generate_key_pair, seal
-
-made = []  # the parts of the pair, masked and wiped, to be searched for
-def masked(raw):
-    mask = secrets.token_bytes(len(raw))
-    hidden = bytes(a ^ b for a, b in zip(raw, mask))
-    ctypes.memset(id(raw) + bytes.__basicsize__ - 1, 0, len(raw))
-    return hidden, mask
-def spy(kind):
-    class Spy:
-        @staticmethod
-        def generate():
-            key = kind.generate()
-            made.append(masked(key.private_bytes_raw()))
-            return key
-    return Spy
-sealing_x, sealing_m = sealing.X25519PrivateKey, sealing.MLKEM768PrivateKey
-sealing.X25519PrivateKey, sealing.MLKEM768PrivateKey = spy(sealing_x), spy(sealing_m)
-key, public = generate_key_pair({name!r})
-sealing.X25519PrivateKey, sealing.MLKEM768PrivateKey = sealing_x, sealing_m
-
-def regions():
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
-        if found and "[v" not in line:
-            yield [int(bound, 16) for bound in found.groups()]
-def held():
-    result = []
-    for hidden, mask in made:
-        # By a byte that memory is not full of: zeros would take minutes.
-        at = next(i for i in range(len(mask)) if 128 < hidden[i] ^ mask[i] < 255)
-        byte, count = hidden[at] ^ mask[at], 0
-        with open("/proc/self/mem", "rb", buffering=0) as memory:
-            for start, end in regions():
-                memory.seek(start)
-                try:
-                    data = memory.read(end - start)
-                except OSError:
-                    continue
-                place = data.find(byte, at)
-                while place >= 0:
-                    piece = data[place - at:place - at + len(mask)]
-                    if len(piece) == len(mask) and all(
-                        a ^ b == c for a, b, c in zip(piece, mask, hidden)):
-                        count += 1
-                    place = data.find(byte, place + 1)
-                del data
-        result.append(count > 0)
-    return result
-header = RoundHeader("r", 1, "m", "d", "k")
-sealed = seal(b"x", public, header)
-assert ReportOpener(key).open(sealed, header) == b"x"
-before = held()
-del key
-after = held()
-print(before, after)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    before, after = done.stdout.strip().split("] [") if done.stdout else (done.stderr, "")
-    assert "True" in before, done
-    assert "True" not in after, done
-
-
 def test_every_flipped_bit_is_noticed(keys, sealing):
     sealed = seal(b"payload", keys[1], HEADER)
     for bit in range(0, 8 * len(sealed), 1 if sealing == "x25519" else 5):
@@ -185,16 +106,13 @@ def test_sealing_is_randomised_and_hides_the_payload(keys):
 
 
 @given(HEADERS, HEADERS, st.integers(0, 3), st.integers(0, 3))
+@example(RoundHeader("ab", 1, "c", "", ""), RoundHeader("a", 1, "bc", "", ""), 1, 1)
+@example(RoundHeader("a", 1, "b", "c", ""), RoundHeader("a", 1, "b", "", "c"), 1, 1)
 def test_different_headers_or_lengths_have_different_bindings(one, other, first, second):
+    """Whatever text is moved between fields."""
+    assert (one.commitment == other.commitment) == (one == other)
     same = one == other and first == second
     assert (one.binding(first) == other.binding(second)) == same
-
-
-def test_text_moved_between_fields_changes_the_commitment():
-    fields = [("ab", 1, "c", "", ""), ("a", 1, "bc", "", ""), ("a", 1, "b", "c", "")]
-    headers = [RoundHeader(*each) for each in [*fields, ("a", 1, "b", "", "c")]]
-    assert len({header.commitment for header in headers}) == 4
-    assert len({header.binding(1) for header in headers}) == 4
 
 
 def test_a_models_digest_covers_names_types_shapes_and_values():
@@ -212,12 +130,6 @@ def test_a_models_digest_covers_names_types_shapes_and_values():
     assert len({model_digest(model) for model in models}) == len(models)
     transposed = np.arange(6.0).reshape(2, 3).T
     assert model_digest({"a": transposed}) == model_digest({"a": transposed.copy()})
-
-
-@given(HEADERS)
-def test_a_header_survives_a_pickle(header):
-    assert header.commitment == pickle.loads(pickle.dumps(header)).commitment
-    assert pickle.loads(pickle.dumps(header)) == header
 
 
 @pytest.mark.parametrize("number", [-1, 2**63, 1.0, True, "1"])

@@ -1,12 +1,9 @@
 """Any sequence of calls and restarts keeps the rules of the rounds, against a model of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,13 +12,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, refusal, report
+from shuffler_world import PUBLIC_KEY, nameless_files, only, plan, read, refusal, report
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.config import Limits
 from shufl.shuffler.public_record import verify
 from shufl.shuffler.store import batch
-from shufl.shuffler.store.batch import Batch, Piece
+from shufl.shuffler.store.batch import Piece
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 
@@ -45,44 +42,40 @@ LIVE = ("open", "closed", "released")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_piece_has_16_bytes() -> Iterator[None]:
+def a_piece_has_16_bytes():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(batch, "PIECE_BYTES", 16)
         yield
 
 
-def read(of: Batch, limit: int = 2 * LENGTH) -> list[bytes]:
-    return [sealed for reports, _ in of.chunks(limit) for sealed in reports]
-
-
 class Rounds(RuleBasedStateMachine):
     """One run on a real directory; `self.rounds` is what there should be."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
         self.store = RunStore(self.directory, Limits(uploads=2))
         self.digest = self.store.create_run("run", plan(USERS, MINIMUM), LENGTH)
-        self.rounds: dict[int, tuple[str, dict[int, bytes]]] = {}  # state, report by user
-        self.headers: dict[int, Report] = {}  # how a report to the round looked, when it was open
-        self.orders: dict[int, list[bytes]] = {}  # of what was released
+        self.rounds = {}  # state, report by user
+        self.headers = {}  # how a report to the round looked, when it was open
+        self.orders = {}  # of what was released
         self.content = 0
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.store.close()
         shutil.rmtree(self.directory)
 
-    def refusal(self, call, *arguments) -> Refusal | None:
+    def refusal(self, call, *arguments):
         try:
             call(*arguments)
         except ShufflerRefused as refused:
             return refused.reason
         return None
 
-    def round(self, number: int) -> tuple[str, dict[int, bytes]]:
+    def round(self, number):
         return self.rounds.get(number, ("unknown", {}))
 
-    def made(self, number: int, user: int) -> Report:
+    def made(self, number, user):
         """A report of this user, as one for the round looked when it was open."""
         self.content += 1
         sealed = self.content.to_bytes(LENGTH, "big")
@@ -106,7 +99,7 @@ class Rounds(RuleBasedStateMachine):
             self.rounds[number] = ("open", {})
             self.headers[number] = report(self.store, 0, b"", number)
 
-    def judged(self, number: int, user: int) -> Verdict:
+    def judged(self, number, user):
         state, held = self.round(number)
         if state != "open":
             return Verdict.ROUND_NOT_OPEN
@@ -209,7 +202,7 @@ class Rounds(RuleBasedStateMachine):
     @invariant()
     def the_record_says_how_each_round_ended(self):
         """Once, and as soon as it has; what was released is not said to be lost or discarded."""
-        said: dict[int, list[str]] = {}
+        said = {}
         for line in verify(self.store.record(0))[1:]:
             said.setdefault(line["round"], []).append(line["event"])
         events = {"open": [], "closed": [], "below": ["below-minimum"], "over": ["released"]}
@@ -225,7 +218,7 @@ TestRounds.settings = settings(
 )
 
 
-def remembered(store: RunStore, latest: int) -> int:
+def remembered(store, latest):
     """How many rounds the store knows of."""
     known = 0
     for number in range(latest + 1):
@@ -236,7 +229,7 @@ def remembered(store: RunStore, latest: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_day_of_rounds_leaves_nothing_that_grows(memory_path: Path):
+def test_a_day_of_rounds_leaves_nothing_that_grows(memory_path):
     """A round every 72 s for 24 hours, half below the minimum; no file, or open file, stays."""
     store, sizes = RunStore(memory_path), []
     store.create_run("run", plan(USERS, MINIMUM), LENGTH)
@@ -256,7 +249,7 @@ def test_a_day_of_rounds_leaves_nothing_that_grows(memory_path: Path):
     store.close()
 
 
-def test_ended_runs_leave_their_ids_and_runs_at_once_are_limited(tmp_path: Path):
+def test_ended_runs_leave_their_ids_and_runs_at_once_are_limited(tmp_path):
     store = RunStore(tmp_path / "directory", Limits(runs_per_server=100))
     for number in range(200):
         store.create_run(f"run {number}", plan(1, 1), LENGTH)

@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -12,17 +13,10 @@ from scipy import stats
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import PUBLIC_KEY, only, plan
+from shuffler_world import PUBLIC_KEY, SUMS, only, plan, read
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.mechanisms.summed_reports import mask, masked, new_seed, signed, steps_of_sums
-from shufl.shuffler import (
-    IntakeClient,
-    ReportOpener,
-    ShufflerRefused,
-    Verdict,
-    message_length,
-    sealed_length,
-)
+from shufl.shuffler import ReportOpener, ShufflerRefused, Verdict, message_length, sealed_length
 from shufl.shuffler.callers import Caller, Role
 from shufl.shuffler.store import batch as module
 from shufl.shuffler.store.batch import Piece
@@ -38,14 +32,17 @@ from shufl.shuffler.wire.seed_reader import read_seed
 SEAL = 9  # bytes of a seed, sealed to nobody
 
 
-def sums(users: int = 1000, **others: object) -> bytes:
-    given = {"mixing": "sum", "cover": True, "accountant": "sum-central"} | others
-    return plan(users, **given)
+def sums(users=1000, **others):
+    return plan(users, **SUMS | others)
 
 
-def batch(place, dimension=3, users=10, slots=2, noise=0):
+def begin(world, run_id, dimension):
+    return world.begin(run_id, report_bytes=message_length(dimension, "sum"), **SUMS)
+
+
+def batch(place, dimension=3, users=10, slots=2):
     some = SummedBatch(place, 4 * dimension + SEAL, users, slots, slots, allocate=False)
-    some.begin(dimension, lambda: iter([(slice(None), np.full(dimension, noise))]))
+    some.begin(dimension, lambda: iter([(slice(None), np.zeros(dimension, dtype=np.int64))]))
     return some
 
 
@@ -60,24 +57,15 @@ def add_piece(some, sender, users, content, start):
     return some.add(sender, users, 100, content[start : start + 16], piece)
 
 
-def message(*values: int, seed: bytes = b"s") -> bytes:
+def message(*values, seed=b"s"):
     return np.array(values).astype("<u4").tobytes() + seed.ljust(SEAL, b".")
 
 
-def read(some, limit=2**20):
+def released(some, limit=2**20):
     """The sum as it is released, and the seeds; in chunks of so many bytes."""
     some.end()
-    parts, pieces = [], b""
-    for content, more in some.chunks(limit):
-        assert sum(map(len, content)) <= limit
-        if more or pieces:
-            pieces += b"".join(content)
-            if not more:
-                parts.append(pieces)
-                pieces = b""
-        else:
-            parts += content
-    return signed(np.frombuffer(parts[0], dtype="<u4")).tolist(), parts[1:]
+    vector, *seeds = read(some, limit)
+    return signed(np.frombuffer(vector, dtype="<u4")).tolist(), seeds
 
 
 def test_the_sum_holds_each_users_message_once_and_only_whole_ones(memory_path, piece_of_16_bytes):
@@ -95,28 +83,21 @@ def test_the_sum_holds_each_users_message_once_and_only_whole_ones(memory_path, 
     assert some.has_of("c") and not some.has_of("b")
     seeds = [each.ljust(SEAL, b".") for each in (b"a", b"m", b"z")]  # sorted: no order of arrival
     for limit in (2**20, 10, 12, 9):
-        assert read(some, limit) == ([106, -2, -6], seeds)
+        assert released(some, limit) == ([106, -2, -6], seeds)
     some.close()
     with pytest.raises(ShufflerRefused, match="DISCARDED"):
         next(some.chunks(10))
 
 
 def test_the_shufflers_noise_is_in_it_once_however_often_it_is_asked_for(memory_path):
+    """A sum goes around at 32 bits."""
     drawn = []
     some = batch(memory_path)
-    some.begin(3, lambda: drawn.append(1) or iter([(slice(None), np.array([-1, 10**9, 0]))]))
+    some.begin(3, lambda: drawn.append(1) or iter([(slice(None), np.array([-1, 2**31, 0]))]))
     some.add("a", only(0), 1, message(1, 2**30, 3))
-    assert read(some)[0] == read(some, 9)[0] == [0, 10**9 + 2**30, 3]
+    assert released(some)[0] == released(some, 9)[0] == [0, 2**30 - 2**31, 3]
     some.close()
     assert drawn == [1]
-
-
-def test_a_sum_goes_around_at_32_bits(memory_path):
-    some = batch(memory_path, dimension=1)
-    for user in range(3):
-        some.add("a", only(user), 9, message(2**30))
-    assert read(some)[0] == [3 * 2**30 - 2**32]
-    some.close()
 
 
 def test_a_disk_that_fails_loses_a_message_and_nothing_else(
@@ -134,45 +115,33 @@ def test_a_disk_that_fails_loses_a_message_and_nothing_else(
     # There is one place, and it was given back.
     assert add_piece(some, "a", only(0), whole, 0) is None
     assert add_piece(some, "a", only(0), whole, 16) is Verdict.ACCEPTED
-    assert read(some)[0] == [1, 1, 1]
+    assert released(some)[0] == [1, 1, 1]
     some.close()
 
 
 def test_many_threads_add_up_exactly(memory_path, monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", 2048)
     some, nodes = batch(memory_path, dimension=1000, users=800, slots=8), 8
-    together, verdicts = threading.Barrier(nodes), []
+    together = threading.Barrier(nodes)
 
     def send(node):
         together.wait(LIMIT)
+        verdicts = set()
         for user in range(100):
             content = message(*[node * 1000 + user] * 1000)
             about = str(node), only(user), 100
             if user % 2:
                 pieces = [Piece(user, start, len(content)) for start in (0, 2048)]
                 assert some.add(*about, content[:2048], pieces[0]) is None
-                verdicts.append(some.add(*about, content[2048:], pieces[1]))
+                verdicts.add(some.add(*about, content[2048:], pieces[1]))
             else:
-                verdicts.append(some.add(*about, content))
+                verdicts.add(some.add(*about, content))
+        return verdicts
 
-    threads = [threading.Thread(target=send, args=(node,)) for node in range(nodes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(verdicts) == {Verdict.ACCEPTED}
-    assert set(read(some)[0]) == {sum(1000 * n + u for n in range(nodes) for u in range(100))}
+    with ThreadPoolExecutor(nodes) as pool:
+        assert set.union(*pool.map(send, range(nodes))) == {Verdict.ACCEPTED}
+    assert set(released(some)[0]) == {sum(1000 * n + u for n in range(nodes) for u in range(100))}
     some.close()
-
-
-@pytest.fixture
-def world(shared):
-    return shared
-
-
-def begin(world, run_id, dimension, **of_plan):
-    about = {"mixing": "sum", "cover": True, "accountant": "sum-central"} | of_plan
-    return world.begin(run_id, report_bytes=message_length(dimension, "sum"), **about)
 
 
 def messages(world, header, vectors):
@@ -193,25 +162,25 @@ def opened(world, header):
 
 
 @pytest.mark.parametrize("dimension", [1, 300, PIECE_BYTES // 4 + 5])
-def test_over_the_wire_nodes_of_several_users_add_up(world, dimension):
-    header = begin(world, f"wire {dimension}", dimension)
+def test_over_the_wire_nodes_of_several_users_add_up(shared, dimension):
+    header = begin(shared, f"wire {dimension}", dimension)
     vectors = np.random.default_rng(dimension).integers(-(2**20), 2**20, (3, dimension))
     users = [range(0, 10, 2), range(1, 10, 2), range(10, 11)]
-    sent = list(zip(users, messages(world, header, vectors), strict=True))
-    assert list(world.intake.submit(header, sent)) == [Verdict.ACCEPTED] * 3
-    again = list(zip(users, messages(world, header, vectors), strict=True))
-    assert list(world.intake.submit(header, again)) == [Verdict.DUPLICATE] * 3
-    closed = world.control.close_round(header.run_id, 1)
+    sent = list(zip(users, messages(shared, header, vectors), strict=True))
+    assert list(shared.intake.submit(header, sent)) == [Verdict.ACCEPTED] * 3
+    again = list(zip(users, messages(shared, header, vectors), strict=True))
+    assert list(shared.intake.submit(header, again)) == [Verdict.DUPLICATE] * 3
+    closed = shared.control.close_round(header.run_id, 1)
     assert closed.senders == 11
-    total, seeds = opened(world, header)
+    total, seeds = opened(shared, header)
     assert (total == vectors.sum(0)).all()
     assert seeds == 3
-    assert (opened(world, header)[0] == total).all()  # asked again
+    assert (opened(shared, header)[0] == total).all()  # asked again
 
 
-def test_a_credential_speaks_for_its_own_users_only(world):
-    store = world.process.store
-    begin(world, "users", 1)
+def test_a_credential_speaks_for_its_own_users_only(shared):
+    store = shared.process.store
+    begin(shared, "users", 1)
     header, _ = store.batches.agree("users", 1, "", "")
     few = Caller(Role.NODE, "few", 4)
     report = shuffler_world.report(store, 0, bytes(message_length(1, "sum")), run_id="users")
@@ -220,21 +189,21 @@ def test_a_credential_speaks_for_its_own_users_only(world):
         assert store.batches.accept(asked) is Verdict.BAD_SENDER
 
 
-def test_where_reports_are_shuffled_a_message_is_of_one_user(world):
-    header = world.begin("shuffled")
-    (one,) = world.reports(header, 1)
-    verdicts = list(world.intake.submit(header, [(range(0, 2), one[1])]))
+def test_where_reports_are_shuffled_a_message_is_of_one_user(shared):
+    header = shared.begin("shuffled")
+    (one,) = shared.reports(header, 1)
+    verdicts = list(shared.intake.submit(header, [(range(0, 2), one[1])]))
     assert verdicts == [Verdict.BAD_SENDER]
 
 
-def test_one_message_of_several_users_is_in_a_message_of_its_own(world):
-    header = begin(world, "malformed", 1)
+def test_one_message_of_several_users_is_in_a_message_of_its_own(shared):
+    header = begin(shared, "malformed", 1)
     request = shuffler_pb2.SubmitRequest(
         run_id="malformed", round=1, commitment=header.commitment, users=[0, 1], count=2,
         sealed=bytes(2 * message_length(1, "sum")),
     )  # fmt: skip
     with (
-        shuffler_world.raw_channel(world) as channel,
+        shuffler_world.raw_channel(shared) as channel,
         pytest.raises(grpc.RpcError, match="a report per user, a piece"),
     ):
         Stub("Intake", channel).Submit(request, timeout=LIMIT)
@@ -253,38 +222,12 @@ def test_the_shuffler_adds_noise_of_the_plans_size(tmp_path, seed):
         sent = shuffler_world.report(with_noise, 0, zero, round=round)
         assert with_noise.batches.accept(sent) is Verdict.ACCEPTED
         with_noise.close_round("run", round)
-        found.append(np.array(read(with_noise.release("run", round))[0]))
+        found.append(np.array(released(with_noise.release("run", round))[0]))
     with_noise.close()
     for noise in found:
         scaled = noise / steps_of_sums(sigma, dimension)
         assert stats.kstest(scaled, "norm").pvalue > 1e-6
     assert abs(np.corrcoef(found)[0, 1]) < 5 / math.sqrt(dimension)
-
-
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"cover": False}, "cover must be true with mixing sum"),
-        ({"shuffler_blankets": 5.0}, "shuffler_blankets must be 0 with mixing sum"),
-        ({"participation": "allocation"}, "participation must be check-in with mixing sum"),
-        ({"mixing": "other"}, "mixing must be"),
-        ({"mixing": "shuffle", "central_noise": 1.0}, "central_noise must be 0"),
-        ({"masked": True}, "masked is unknown|masked"),
-    ],
-)
-def test_what_does_not_go_with_sums_is_refused_by_the_shuffler(tmp_path, changed, why):
-    store = RunStore(tmp_path / "directory")
-    with pytest.raises(ShufflerRefused, match=why):
-        store.create_run("run", sums(**changed), message_length(3, "sum"))
-    store.close()
-
-
-def test_a_message_that_is_no_vector_with_its_seed_is_refused_at_the_key(tmp_path):
-    store = RunStore(tmp_path / "directory", durable=False)
-    store.create_run("run", sums(), message_length(0, "sum"))
-    with pytest.raises(ShufflerRefused, match="no vector with its seed"):
-        store.open_round("run", 1, "model", PUBLIC_KEY)
-    store.close()
 
 
 @pytest.mark.parametrize("sealing", ["x25519", "mlkem768-x25519"])
@@ -300,9 +243,11 @@ def test_a_server_of_version_1_is_told_that_versions_differ(tmp_path, sealing):
 
 
 def test_a_plan_whose_whole_numbers_do_not_fit_is_refused_at_the_key(tmp_path):
-    """Among them noise so large that a shuffler would draw it for hours."""
+    """Among them noise so large that a shuffler would draw it for hours; and no numbers at all."""
     store = RunStore(tmp_path / "directory", durable=False)
-    for central, dimension, why in ((1e6, 2**20, "31 bits"), (0.1, 3, "at least 0.924")):
+    for central, dimension, why in (
+        *((1e6, 2**20, "31 bits"), (0.1, 3, "at least 0.924"), (0.0, 0, "no vector with its seed")),
+    ):
         length = message_length(dimension, "sum")
         store.create_run(why, sums(central_noise=central), length)
         with pytest.raises(ShufflerRefused, match=why):
@@ -332,15 +277,15 @@ def test_an_operators_floor_holds_for_sums(tmp_path):
     store.close()
 
 
-def test_a_message_that_breaks_off_leaves_nothing_in_the_sum(world):
+def test_a_message_that_breaks_off_leaves_nothing_in_the_sum(shared):
     """After each of its pieces; then the node sends it again."""
     dimension = PIECE_BYTES  # four pieces and the seed
-    header = begin(world, "cut", dimension)
+    header = begin(shared, "cut", dimension)
     vector = np.arange(dimension)
-    (whole,) = messages(world, header, [vector])
-    batch = world.process.store._runs["cut"].rounds[1].batch
+    (whole,) = messages(shared, header, [vector])
+    batch = shared.process.store._runs["cut"].rounds[1].batch
     about = {"run_id": "cut", "round": 1, "commitment": header.commitment, "length": len(whole)}
-    with shuffler_world.raw_channel(world) as channel:
+    with shuffler_world.raw_channel(shared) as channel:
         for pieces in range(1, 5):
             for start in range(0, pieces * PIECE_BYTES, PIECE_BYTES):
                 piece = whole[start : start + PIECE_BYTES]
@@ -349,17 +294,6 @@ def test_a_message_that_breaks_off_leaves_nothing_in_the_sum(world):
                 )
                 assert not Stub("Intake", channel).Submit(request, timeout=LIMIT).verdicts
     assert len(batch._uploads) == 4
-    assert list(world.intake.submit(header, [(only(0), whole)])) == [Verdict.ACCEPTED]
-    world.control.close_round("cut", 1)
-    assert (opened(world, header)[0] == vector).all()
-
-
-def test_two_nodes_with_one_name_of_a_file_count_once(world):
-    """The same credential from two machines: the second message is a duplicate."""
-    header = begin(world, "twice", 2)
-    (first,), (second,) = (messages(world, header, [np.array([each, 0])]) for each in (1, 1000))
-    assert list(world.intake.submit(header, [(range(0, 4), first)])) == [Verdict.ACCEPTED]
-    with IntakeClient(world.process.address, world.process.submit) as other:
-        assert list(other.submit(header, [(range(0, 4), second)])) == [Verdict.DUPLICATE]
-    world.control.close_round("twice", 1)
-    assert opened(world, header)[0].tolist() == [1, 0]
+    assert list(shared.intake.submit(header, [(only(0), whole)])) == [Verdict.ACCEPTED]
+    shared.control.close_round("cut", 1)
+    assert (opened(shared, header)[0] == vector).all()

@@ -1,14 +1,7 @@
 """A round's window: the shuffler opens and closes by its own clock, counts, and books the disk."""
 
-from __future__ import annotations
-
 import itertools
-import socket
-import threading
-from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +9,7 @@ from run_world import LIMIT, wait_until
 from shuffler_world import (
     KEY_DIGEST,
     PUBLIC_KEY,
-    World,
+    Relay,
     fill_up,
     open_batches,
     plan,
@@ -43,25 +36,20 @@ WINDOW = {
     **{"work_until": 0.3, "send_after": 0.4, "send_spread": 0.4, "grace": 0.2},
     **{"answer_every": 0.1, "query_every": 0.1, "most_records": 5},
 }
-COVERED: dict[str, Any] = {"users": 20, "cover": True, "window": WINDOW, "accountant": "blanket"}
+COVERED = {"users": 20, "cover": True, "window": WINDOW, "accountant": "blanket"}
 LENGTH = 64
 
 
-class Clock:
-    """Time that passes when a test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        for store in (rounds, runs):
-            monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: self.now))
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch):
+    """Time that passes when a test says so."""
+    clock = SimpleNamespace(now=1000.0)
+    for store in (rounds, runs):
+        monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
-def store_of(tmp_path: Path, **fields: Any) -> RunStore:
+def store_of(tmp_path, **fields):
     store = RunStore(tmp_path / "state")
     store.create_run("run", plan(**(COVERED | fields)), LENGTH)
     return store
@@ -118,11 +106,11 @@ def test_the_shuffler_itself_holds_what_the_accountant_counts_on(
 
 
 def test_a_node_that_agrees_and_brings_nothing_three_times_is_named(tmp_path, clock):
-    store = store_of(tmp_path)
-    absent = []
+    store, absent = store_of(tmp_path), []
+    digest = store.create_run("run", plan(**COVERED), LENGTH)  # again
     for number in range(1, 6):
         nonce = store.open_round("run", number, "model", PUBLIC_KEY)
-        shown = RoundHeader("run", number, "model", digest_of(store), KEY_DIGEST)
+        shown = RoundHeader("run", number, "model", digest, KEY_DIGEST)
         for name in ("node", "silent"):
             header, _ = store.batches.agree("run", number, shown.commitment, name)
             assert header.nonce == nonce
@@ -133,10 +121,6 @@ def test_a_node_that_agrees_and_brings_nothing_three_times_is_named(tmp_path, cl
         absent.append(store.close_round("run", number).absent)
         store.end_round("run", number)
     assert absent == [(), (), *[("silent",)] * 3]
-
-
-def digest_of(store: RunStore) -> str:
-    return store.create_run("run", plan(**COVERED), LENGTH)
 
 
 def test_a_plan_with_cover_and_no_window_is_for_simulations(tmp_path):
@@ -200,21 +184,11 @@ def test_a_round_without_a_window_that_its_server_leaves_open_is_given_up(tmp_pa
     assert store.close_round("run", 1) == Closed(Outcome.DISCARDED)
 
 
-def test_a_full_disk_refuses_the_lease_and_spends_no_round(here, tiny_disk: Path):
-    world = here(tiny_disk / "state")
-    world.control.create_run("run", plan(**COVERED), LENGTH)
-    filler = fill_up(tiny_disk, world.control)
-    assert refusal(world.control.reserve, "run") is Refusal.STORAGE_FULL
-    filler.unlink()
-    world.control.reserve("run")
-    world.control.open_round("run", 1, "model", PUBLIC_KEY)
-
-
-def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(here, tmp_path: Path):
-    world: World = here(tmp_path / "state")
+def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(here, tmp_path):
+    world = here(tmp_path / "state")
     length = sealed_length(100)
     digest = world.control.create_run("run", plan(**COVERED), length)
-    whole: list[int] = []
+    whole = []
     for number in itertools.count(1):
         nonce = world.control.open_round("run", number, "model", world.public_key)
         header = RoundHeader("run", number, "model", digest, key_digest(world.public_key), nonce)
@@ -233,7 +207,7 @@ def test_the_shuffler_closes_by_itself_and_whoever_asks_before_waits(here, tmp_p
     assert open_batches(world) == 0
 
 
-def releasable(control: ControlClient, number: int) -> bool:
+def releasable(control, number):
     try:
         return bool(list(control.release("run", number)))
     except ShufflerRefused as refused:
@@ -241,47 +215,17 @@ def releasable(control: ControlClient, number: int) -> bool:
         return False
 
 
-class Cut:
-    """Passes bytes on between a client and the shuffler, and cuts connections off after so many."""
-
-    def __init__(self, address: str, cuts: list[int]) -> None:
-        host, _, port = address.rpartition(":")
-        self._there, self._cuts = (host, int(port)), cuts
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            near, _ = self._listener.accept()
-            far = socket.create_connection(self._there)
-            for one, other, most in ((near, far, None), (far, near, self._cuts)):
-                threading.Thread(target=self._pass, args=(one, other, most), daemon=True).start()
-
-    def _pass(self, one: socket.socket, other: socket.socket, cuts: list[int] | None) -> None:
-        passed, most = 0, cuts.pop(0) if cuts else None
-        with suppress(OSError):  # the other direction has ended
-            while (data := one.recv(2**16)) and (most is None or passed <= most):
-                passed += len(data)
-                other.sendall(data)
-        for each in (one, other):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-
 @pytest.mark.slow
 def test_a_release_that_breaks_off_goes_on_where_it_broke(here):
-    world: World = here()
+    world = here()
     header = world.begin(report_bytes=2**16, users=200)
     world.submit(header, [(user, user.to_bytes(2) * 2**15) for user in range(200)])
-    world.control.close_round("run", 1)
-    whole = list(world.control.release("run", 1))
+    whole = world.released(header)
     assert sorted(int.from_bytes(each[:2]) for each in whole) == list(range(200))
-    cut = Cut(world.process.address, [2**21, 2**22, 2**22])
+    cut = Relay(world.process.address, to_client=[2**21, 2**22, 2**22])
     with ControlClient(cut.address, world.process.control, patience=LIMIT) as control:
         assert list(control.release("run", 1)) == whole
-    cut = Cut(world.process.address, [2**21])
+    cut = Relay(world.process.address, to_client=[2**21])
     with (
         ControlClient(cut.address, world.process.control) as control,
         pytest.raises(ShufflerUnavailable),
