@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shufl.learning import load_tensors, save_tensors
+from shufl.learning import load_tensors
 from shufl.learning.config import DATASETS, FEATURES
 from shufl.learning.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
 from shufl.learning.data.files import RecordFile
@@ -183,9 +183,9 @@ def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
             raise OSError(f"{free / 1e9:.2g} GB are free")
         tensors = _compute(dataset, name, shape)
         with whole_file(path, shared=True) as file:
-            save_tensors(tensors, file)
+            torch.save(tensors, file)
         return torch.load(path, mmap=True, weights_only=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch makes the one of the other
         raise ConfigError(
             f"data.features {name} needs {size / 1e9:.2g} GB in {path.parent}, which "
             f"XDG_CACHE_HOME can change: {one_line(error)}"
