@@ -29,12 +29,11 @@ from pydantic import Field
 
 from shufl import accounting
 from shufl.accounting.privacy_plan import PrivacyPlan
-from shufl.learning.config_section import read_file
 from shufl.protocol.mechanisms import new_allocation_key
 from shufl.protocol.plan import ON_THEIR_OWN, Plan
 from shufl.protocol.plan_fields import AccountantName, Adjacency, CheckInRate
 from shufl.protocol.text import rounded_up
-from shufl.protocol.validation import Checked, Count, NotNegative, Positive, Probability
+from shufl.protocol.validation import Checked, Count, NotNegative, Positive, Probability, read_file
 from shufl.shuffler import RoundHeader
 
 _SCHEMA = """

@@ -54,6 +54,15 @@ class Record(BaseModel):
         return {key: it.item() if isinstance(it, np.generic) else it for key, it in given.items()}
 
     @classmethod
+    def read(cls, path: Path) -> Self:
+        """Returns the record that a TOML file holds.
+
+        Raises:
+            ConfigError: The file cannot be read, or a value is wrong.
+        """
+        return cls.checked(path, read_file(path))
+
+    @classmethod
     def checked(cls, source: object, content: Any) -> Self:
         """Returns the record of these values.
 
@@ -73,18 +82,12 @@ class Record(BaseModel):
 class Checked(Record):
     """A record that answers a wrong value by a ConfigError of one line."""
 
-    def __init__(self, *unnamed: Any, **values: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         """Checks every value.
 
         Raises:
-            ConfigError: An unknown or missing name, a value without one, or one that is not
-                allowed.
+            ConfigError: An unknown or missing name, or a value that is not allowed.
         """
-        if unnamed:
-            names = ", ".join(f"{name}=" for name in type(self).model_fields if name != "name")
-            raise ConfigError(
-                f"{type(self).__name__} takes values by name ({names}), got {shown(unnamed[0])}"
-            )
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -123,6 +126,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Returns the values of a TOML file; a ConfigError if it cannot be read."""
+    try:
+        return read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:

@@ -110,7 +110,7 @@ class Experiment:
     @property
     def shuffler_of(self) -> ShufflerOf:
         """Says to which shuffler users report."""
-        return _shuffler_of(self.config)
+        return ShufflerOf(self.config.simulation.nodes, self.config.shuffler.number)
 
     @property
     def load_users(self) -> LoadUsers:
@@ -200,6 +200,11 @@ def prepare_simulation(config: Config) -> tuple[Experiment, Engine]:
     Raises:
         ConfigError: as `prepare`; or the engine cannot run it, or not on this machine.
     """
+    if config.privacy.participation == "allocation" and config.seed == "system":
+        raise ConfigError(
+            "seed must be a number with privacy.participation allocation, so that a "
+            'run which is resumed has the same draws, got "system"'
+        )
     make_engine = engine_of(config.simulation.engine)
     experiment = prepare(config, make_engine.check)
     return experiment, make_engine(experiment)
@@ -332,7 +337,7 @@ def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:
             "shuffler.number must be at most the number of nodes and of users, "
             f"{min(config.simulation.nodes, users)}, got {shuffler.number}"
         )
-    smallest = min(_shuffler_of(config).crowds(users))
+    smallest = min(ShufflerOf(config.simulation.nodes, shuffler.number).crowds(users))
     least = privacy.least_present or smallest
     if least > smallest:
         raise ConfigError(
@@ -344,7 +349,3 @@ def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:
         shuffler = shuffler.model_copy(update={"sealing": usual_sealing(privacy.mixing)})
     decided = {"data": data, "privacy": privacy, "shuffler": shuffler}
     return config.model_copy(update=decided), partition
-
-
-def _shuffler_of(config: Config) -> ShufflerOf:
-    return ShufflerOf(config.simulation.nodes, config.shuffler.number)

@@ -165,11 +165,9 @@ class RunEnd:
     Attributes:
         rounds: rounds spent.
         stopped_by: `budget`, `rounds` (the plan's last), `on_round` or `interrupt`.
-        epsilon: spent under the halting accountant.
         metrics: numbers of the final model on the test data, by name.
     """
 
     rounds: int
     stopped_by: StoppedBy
-    epsilon: float
     metrics: dict[str, float]

@@ -103,7 +103,7 @@ class Training:
         final = self._evaluate()
         write_whole(self.settings.folder / "model.pt", tensor_bytes(sent(self.result)))
         rounds = self.settings.ledger.last_round
-        return RunEnd(rounds, self._stopped_by, self._budget.epsilon, final)
+        return RunEnd(rounds, self._stopped_by, final)
 
     def _would_release_the_same(self, round: int) -> bool:
         """Whether a spent round, played again now, gives what it gave."""

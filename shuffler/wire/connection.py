@@ -41,11 +41,9 @@ class Connection:
         `timeout` is the longest wait in seconds for one answer.
 
         Raises:
-            ValueError: the address is malformed, or the timeout not positive.
+            ValueError: the address is malformed.
         """
         host, port, _ = parse_address(check_address(address))
-        if not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
         self.address = join_address(host, port)
         self.timeout = timeout
         self._credentials = credentials

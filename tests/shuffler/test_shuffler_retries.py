@@ -114,12 +114,6 @@ def test_a_piece_that_is_sent_again_too_late_takes_no_report_out_of_the_batch(
     assert list(world.control.release("run", 1)) == [sealed]
 
 
-def test_a_deadline_that_is_not_positive_is_refused(here: Callable[..., World]):
-    world = here()
-    with pytest.raises(ValueError, match="deadline must be positive, got 0"):
-        list(world.intake.submit(world.begin(), [], deadline=0))
-
-
 def test_a_node_that_may_not_submit_is_told_at_once(here: Callable[..., World]):
     world = here()
     header = world.begin()
