@@ -42,8 +42,6 @@ class SeededRandomness:
     """
 
     def __init__(self, seed: int):
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed must lie in [0, 2^63), got {seed}")
         self._seed = seed
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, MOST_TOGETHER, PIECE_BYTES
+from shufl.shuffler.wire.channel import MOST_TOGETHER, PIECE_BYTES
 from shufl.shuffler.wire.connection import Connection, Retries, Stub
 from shufl.shuffler.wire.errors import (
     Refusal,
@@ -96,7 +96,6 @@ class IntakeClient(Connection):
             ShufflerUnavailable: if the shuffler is not there until the deadline. Reports without a
                 verdict count as lost, though they may be in the batch; submitting them again is
                 harmless.
-            ValueError: if a report is longer than any shuffler takes.
         """
         submission = _Submission(self, header, deadline)
         try:
@@ -189,10 +188,6 @@ class _Submission:
         held: list[bytes] = []
         for user, sealed in reports:
             length = len(sealed)
-            if length > MAX_REPORT_BYTES:
-                raise ValueError(
-                    f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {length}"
-                )
             alone = isinstance(user, range) or length > PIECE_BYTES
             room = len(held) < MOST_TOGETHER and length * (len(held) + 1) <= PIECE_BYTES
             if held and (alone or not room or length != len(held[0])):

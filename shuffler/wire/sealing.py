@@ -154,19 +154,13 @@ def generate_key_pair(sealing: Sealing = "x25519") -> tuple[PrivateKey, bytes]:
 
     Returns:
         The private key, and the public key's bytes (32, or 1216 for the hybrid).
-
-    Raises:
-        ValueError: if there is no suite of this name.
     """
     x25519 = X25519PrivateKey.generate()
     public = x25519.public_key().public_bytes_raw()
     if sealing == "x25519":
         return x25519, public
-    if sealing == "mlkem768-x25519":
-        mlkem = MLKEM768PrivateKey.generate()
-        hybrid = MLKEM768X25519PrivateKey(mlkem, x25519)
-        return hybrid, mlkem.public_key().public_bytes_raw() + public
-    raise ValueError(f"sealing must be one of {', '.join(_KINDS)}, got {sealing!r}")
+    mlkem = MLKEM768PrivateKey.generate()
+    return MLKEM768X25519PrivateKey(mlkem, x25519), mlkem.public_key().public_bytes_raw() + public
 
 
 def key_digest(public_key: bytes) -> str:

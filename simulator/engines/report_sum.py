@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,11 @@ from shufl.learning.model_trial import exact_float32
 from shufl.learning.parameters import frozen_digest, load_sent
 from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
+from shufl.results.experiment import ShufflerOf
 from shufl.server import RoundFailed
 from shufl.simulator.engines import keep_freed_memory
 from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
 from shufl.simulator.engines.user_gradients import Computation, clipped_sum_of_updates, ready_for
-
-if TYPE_CHECKING:
-    from shufl.results.experiment import ShufflerOf
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 

@@ -11,13 +11,12 @@ import math
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
-from shufl.learning.config import Simulation
+from shufl.learning.config import Config, Simulation
 from shufl.learning.parameters import frozen_digest, sent
 from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import (
@@ -28,6 +27,7 @@ from shufl.protocol.mechanisms import (
 )
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.validation import ConfigError
+from shufl.results.experiment import Experiment
 from shufl.server import (
     MOST_IN_VAIN,
     Aggregate,
@@ -46,10 +46,6 @@ from shufl.simulator.engines.report_sum import (
     sizes_to_try,
 )
 from shufl.simulator.engines.user_gradients import Computation, Method, fastest_method, usual_chunk
-
-if TYPE_CHECKING:
-    from shufl.learning.config import Config
-    from shufl.results.experiment import Experiment
 
 _SILENCE = 0x5113  # makes the draws of absent users independent of all others of the same seed
 
