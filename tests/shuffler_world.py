@@ -53,6 +53,8 @@ from shufl.shuffler.serving import open_store
 from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, READY
+from shufl.shuffler.wire.connection import method_of
+from shufl.shuffler.wire.shuffler_pb2 import DESCRIPTOR
 from tiny_disk import fill
 
 PAYLOAD_BYTES = 100
@@ -123,6 +125,12 @@ def raw_channel(
     assert given is not None
     tls = grpc.ssl_channel_credentials(given.authority, given.private_key, given.certificate)
     return grpc.secure_channel(world.process.address, tls, options)
+
+
+def stub_of(service: str, channel: grpc.Channel) -> Any:
+    """All methods of a service, each an attribute of its name."""
+    names = [method.name for method in DESCRIPTOR.services_by_name[service].methods]
+    return SimpleNamespace(**{name: method_of(channel, service, name) for name in names})
 
 
 def report(

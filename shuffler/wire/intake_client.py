@@ -15,7 +15,7 @@ from typing import Any
 
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MOST_TOGETHER, PIECE_BYTES
-from shufl.shuffler.wire.connection import Connection, Retries, Stub
+from shufl.shuffler.wire.connection import Connection, Retries, method_of
 from shufl.shuffler.wire.errors import (
     Refusal,
     ShufflerError,
@@ -57,8 +57,8 @@ class IntakeClient(Connection):
             asked = time.monotonic()
             try:
                 with self.errors():
-                    stub = Stub("Intake", self.connected())
-                    reply = stub.Agree(request, timeout=self.timeout)
+                    agree = method_of(self.connected(), "Intake", "Agree")
+                    reply = agree(request, timeout=self.timeout)
                 if reply.commitment != header.commitment:
                     return None
                 confirmed = dataclasses.replace(header, nonce=reply.nonce)
@@ -207,8 +207,8 @@ class _Submission:
         if self._until is not None:
             left = min(left, self._until - time.monotonic())
         with self._client.errors():
-            stub = Stub("Intake", self._client.connected())
-            return stub.Submit.future(request, timeout=max(left, 0.0))
+            submit = method_of(self._client.connected(), "Intake", "Submit")
+            return submit.future(request, timeout=max(left, 0.0))
 
     def _answered(self) -> list[Verdict]:
         """Waits for the oldest call; if it was its message's last, the verdicts on that."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from run_world import LIMIT
-from shuffler_world import ShufflerHere, World, plan, raw_channel, refusal
+from shuffler_world import ShufflerHere, World, plan, raw_channel, refusal, stub_of
 from shufl.shuffler import (
     ControlClient,
     Outcome,
@@ -24,7 +24,6 @@ from shufl.shuffler.keys import Authority
 from shufl.shuffler.service.control_service import ControlService
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.connection import Stub
 
 UPLOADS = 8
 
@@ -83,7 +82,7 @@ def test_reports_that_are_begun_and_not_ended_take_nobody_s_room(here):
             first = shuffler_pb2.SubmitRequest(
                 users=[user], sealed=bytes(PIECE_BYTES), upload=user, **about
             )
-            assert not Stub("Intake", channel).Submit(first, timeout=LIMIT).verdicts
+            assert not stub_of("Intake", channel).Submit(first, timeout=LIMIT).verdicts
     reports = [(user, os.urandom(length)) for user in range(20)]
     assert world.submit(header, reports) == [Verdict.ACCEPTED] * 20
     assert world.control.close_round("run", 1).outcome.name == "RELEASABLE"

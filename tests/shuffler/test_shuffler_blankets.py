@@ -22,7 +22,7 @@ from scipy import stats
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import World, logged, raw_channel, refusal
+from shuffler_world import World, logged, raw_channel, refusal, stub_of
 from shufl.protocol.mechanisms import (
     GaussianMechanism,
     SeededRandomness,
@@ -46,7 +46,6 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.connection import Stub
 from tiny_disk import fill
 
 DIMENSION = 40
@@ -245,7 +244,7 @@ def test_closing_waits_until_the_blankets_are_made_and_ending_does_not(
 
 def answers(world: World, reports: int) -> list[bytes]:
     """Every message that the server gets in a round, but for the sealed reports themselves."""
-    stub = Stub("Control", raw_channel(world, world.process.control))
+    stub = stub_of("Control", raw_channel(world, world.process.control))
     pb = shuffler_pb2
     found = [stub.CreateRun(pb.CreateRunRequest(run_id="run", plan=plan(), report_bytes=LENGTH))]
     opening = pb.OpenRoundRequest(
