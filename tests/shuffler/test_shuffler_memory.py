@@ -101,7 +101,7 @@ def piece(header, length: int, start: int, user: int = 0, upload: int = 0):
     )
 
 
-def send(stub: Stub, header, length: int, user: int = 0, upload: int = 0) -> list[Verdict]:
+def send(stub, header, length: int, user: int = 0, upload: int = 0) -> list[Verdict]:
     """Sends all pieces of a report; the verdicts that come."""
     return [
         Verdict(verdict)
