@@ -46,7 +46,7 @@ class ServerSite(SiteFile):
     @property
     def entries(self) -> tuple[AgreedEntry, ...]:
         """The nodes that the authority has told of, as the file says now."""
-        return AgreedNodes.read(Path(self.nodes)).nodes
+        return AgreedNodes.of_file(Path(self.nodes)).nodes
 
     @property
     def agreed(self) -> dict[int, AgreedNode]:

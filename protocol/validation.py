@@ -54,7 +54,7 @@ class Record(BaseModel):
         return {key: it.item() if isinstance(it, np.generic) else it for key, it in given.items()}
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def of_file(cls, path: Path) -> Self:
         """Returns the record that a TOML file holds.
 
         Raises:

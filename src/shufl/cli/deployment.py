@@ -70,7 +70,7 @@ def provision_command(
         return sys.stdin.isatty() and typer.confirm(question)
 
     with options.failing(OSError, ValueError):
-        plan = Deployment.read(deployment)
+        plan = Deployment.of_file(deployment)
         if unknown := sorted({*approved} - plan.keys):
             raise ConfigError(
                 f"--approve must name one of {', '.join(sorted(plan.keys))}, got {unknown[0]}"
@@ -117,7 +117,7 @@ def rehearse_command(
         signal.signal(number, end_in_order)
     early = options.failing(EngineFailed, RoundFailed, code=1)
     with options.failing(ConfigError, OSError), early:
-        plan = Deployment.read(deployment)
+        plan = Deployment.of_file(deployment)
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"--folder must be empty, {folder} is not")
         with tempfile.TemporaryDirectory(prefix="shufl-") as temporary:

@@ -158,10 +158,11 @@ def check_alone(what: str, *allowed: str) -> None:
 
 def _given_options() -> dict[str, str]:
     """The options that the command was given, by the names of their values."""
-    context = click.get_current_context(silent=True)
+    if (context := click.get_current_context(silent=True)) is None:
+        return {}
     return {
         str(each.name): each.opts[0]
-        for each in (context.command.params if context else ())
+        for each in context.command.params
         if isinstance(each, click.Option)
         and context.get_parameter_source(str(each.name)) is ParameterSource.COMMANDLINE
     }
