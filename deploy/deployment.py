@@ -91,8 +91,7 @@ LONGEST_SOCKET = 100
 def flower_environment(home: Path) -> dict[str, str]:
     """Environment variables for Flower's programs, which start others by their names alone."""
     path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}
+    return {**os.environ, "PATH": path, "FLWR_HOME": str(home)}
 
 
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}

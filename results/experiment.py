@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from shufl.learning.code_digest import code_digest
 from shufl.learning.config import FEATURES, FIXED, TASKS, Config
 from shufl.learning.data.datasets import Dataset, check_task, load_dataset
 from shufl.learning.data.features import data_digest, load_records, mapped
-from shufl.learning.data.partition import LoadUsers, Partition, load_partition
+from shufl.learning.data.partition import Partition, PartitionedRecords, load_partition, load_users
 from shufl.learning.from_config import local_training, model_maker, plan_of
 from shufl.learning.model_trial import try_users
 from shufl.learning.models import MODELS, ModelMaker
@@ -113,11 +114,11 @@ class Experiment:
         return ShufflerOf(self.config.simulation.nodes, self.config.shuffler.number)
 
     @property
-    def load_users(self) -> LoadUsers:
+    def load_users(self) -> Callable[[], PartitionedRecords]:
         """Gives access to the users' records; picklable."""
         data = self.config.data
         digest = data_digest(data.dataset, data.features)
-        return LoadUsers(data, self.config.data_seed, digest)
+        return functools.partial(load_users, data, self.config.data_seed, digest)
 
     def load_test(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The test data, on the device that evaluates."""

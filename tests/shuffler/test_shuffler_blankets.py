@@ -358,4 +358,4 @@ def test_a_seed_for_blankets_is_for_a_simulations_own_shuffler_only(command, tmp
     done = command('simulation_seed = 3\ndirectory = "directory"\n')
     assert done.returncode == 2
     words = "simulation_seed is for a simulation's own shuffler"
-    assert done.stderr == f"shuffler: {tmp_path / 'shuffler.toml'}: {words}\n"
+    assert done.stderr == f"error: {tmp_path / 'shuffler.toml'}: {words}\n"

@@ -96,8 +96,8 @@ def test_a_taken_port_is_refused(here, command):
     address = here().process.address
     words = f"cannot listen on {address}: Address already in use"
     line = refused(command, f'{DIRECTORY}listen = "{address}"')
-    assert line.startswith(f"shuffler: {words}")
-    assert refused(command, f'{DIRECTORY}metrics = "{address}"') == f"shuffler: metrics: {words}"
+    assert line.startswith(f"error: {words}")
+    assert refused(command, f'{DIRECTORY}metrics = "{address}"') == f"error: metrics: {words}"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from shufl.learning.data.datasets import (
     held_out,
     load_dataset,
 )
-from shufl.learning.data.partition import LoadUsers, deal
+from shufl.learning.data.partition import deal, load_users
 from shufl.learning.models import ModelMaker
 from shufl.learning.parameters import frozen_digest, load_sent, sent
 from shufl.learning.tasks import Form
@@ -642,7 +642,7 @@ def test_other_buffers_are_taken(value):
 
 
 def records_of(dataset, users, scheme):
-    return LoadUsers(Data(dataset=dataset, users=users, partition=scheme), seed=1)()
+    return load_users(Data(dataset=dataset, users=users, partition=scheme), seed=1)
 
 
 def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memory():
