@@ -128,7 +128,7 @@ class Experiment:
     @property
     def optimiser(self) -> Optimiser:
         """The server's optimiser."""
-        return optimiser(self.config, self.halting_round)
+        return Optimiser(self.config.training, self.halting_round)
 
 
 def prepare(config: Config, check: Check = lambda config, parameters: None) -> Experiment:
@@ -272,7 +272,7 @@ def _try_task(name: str, task: Task, make_model: ModelMaker, dataset: Dataset) -
 def _try_optimiser(config: Config, model: nn.Module, parameters: int) -> None:
     """Refuses options that the optimiser does not take, and a model that cannot be averaged."""
     nothing = np.zeros(parameters, dtype=np.float32)
-    own = optimiser(config, 1)
+    own = Optimiser(config.training, 1)
     with your_code(f"training.optimiser_options are none of {config.training.optimiser}"):
         own.step(own.build(model), model, nothing, 1)
     with your_code(f"training.averaging cannot be had for model {config.model.name}"):
@@ -304,19 +304,6 @@ def _try_aggregator(name: str, make: MakeAggregator, plan: PrivacyPlan, paramete
                 f"training.aggregator {name} must make an array of shape ({parameters},) and type "
                 f"float32 (also of no reports), got {got}"
             )
-
-
-def optimiser(config: Config, rounds: int) -> Optimiser:
-    """The server's optimiser, for a run of `rounds` rounds."""
-    training = config.training
-    return Optimiser(
-        training.optimiser,
-        training.learning_rate,
-        training.optimiser_options,
-        training.schedule,
-        rounds,
-        training.averaging,
-    )
 
 
 def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from server_world import optimiser_of
 from shufl import clients, server
 from shufl.learning import evaluate
 from shufl.learning.tasks import CLASSIFICATION
-from shufl.server import Checkpoint, CheckpointError, Optimiser, load_checkpoint, read_checkpoint
+from shufl.server import Checkpoint, CheckpointError, load_checkpoint, read_checkpoint
 
 
 def test_evaluation_counts_every_record_across_batches(device):
@@ -29,7 +30,8 @@ def test_evaluation_counts_every_record_across_batches(device):
 
 
 @pytest.mark.parametrize(
-    "optimiser", [Optimiser("adam"), Optimiser("sgd", options={"momentum": 0.9})]
+    "optimiser",
+    [optimiser_of(optimiser="adam"), optimiser_of(optimiser_options={"momentum": 0.9})],
 )
 def test_a_checkpoint_brings_model_and_optimiser_back(tmp_path, optimiser):
     def steps(model, stepper, count):
@@ -59,11 +61,12 @@ _OPTIMISERS = """
 import copy, sys
 import torch
 from shufl.server import Optimiser
-from shufl.learning.config import Optimisers
+from shufl.learning.config import Optimisers, Training
 
 first, found = torch.nn.Linear(3, 2), {}
 for name in Optimisers.__args__:
-    model, optimiser = copy.deepcopy(first), Optimiser(name, averaging=0.5)
+    keys = Training(optimiser=name, learning_rate=0.1, averaging=0.5)
+    model, optimiser = copy.deepcopy(first), Optimiser(keys, 1)
     stepper, average = optimiser.build(model), optimiser.average_of(model)
     for step in range(3):
         optimiser.step(stepper, model, torch.arange(8.0).numpy(), step + 1)
@@ -121,8 +124,7 @@ def test_no_field_of_a_policy_can_be_forgotten(policy):
 def test_the_learning_rate_falls_to_zero_behind_the_last_round():
     rates = {
         schedule: [
-            Optimiser("sgd", 2.0, schedule=schedule, rounds=4).learning_rate_at(k)
-            for k in range(1, 6)
+            optimiser_of(2.0, rounds=4, schedule=schedule).learning_rate_at(k) for k in range(1, 6)
         ]
         for schedule in ("constant", "linear", "cosine")
     }
@@ -133,8 +135,8 @@ def test_the_learning_rate_falls_to_zero_behind_the_last_round():
 
 def test_the_average_follows_the_models_with_its_decay():
     model = nn.Linear(1, 1, bias=False)
-    average = Optimiser(averaging=0.75).average_of(model)
-    assert Optimiser().average_of(model) is None
+    average = optimiser_of(averaging=0.75).average_of(model)
+    assert optimiser_of().average_of(model) is None
     for weight in (8.0, 4.0, 0.0):
         nn.init.constant_(model.weight, weight)
         average.update_parameters(model)

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from rounds import make_plan
+from server_world import optimiser_of
 from shufl.accounting import Ledger
 from shufl.learning.tasks import CLASSIFICATION
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.server import (
     Aggregate,
-    Optimiser,
     PlayedRound,
     RoundFailed,
     Training,
@@ -65,8 +65,8 @@ def train(
         settings = TrainingSettings(
             plan=PLAN, ledger=ledger, make_model=make_model,
             load_test=lambda: (torch.ones(1, 2), torch.zeros(1, dtype=torch.int64)),
-            measure=CLASSIFICATION.measure, score="accuracy",
-            optimiser=Optimiser("adam"), folder=folder, evaluate_every=1,
+            task=CLASSIFICATION,
+            optimiser=optimiser_of(optimiser="adam"), folder=folder, evaluate_every=1,
             checkpoint_every=5, origin={}, reproducible=reproducible,
             checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
         )  # fmt: skip
