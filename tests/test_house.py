@@ -17,7 +17,7 @@ MOST_LINES = {
     "deploy": 1853,
     "learning": 3157,
     "protocol": 1182,
-    "results": 1352,
+    "results": 1348,
     "server": 1104,
     "shuffler": 3001,
     "simulator": 2884,

@@ -229,7 +229,7 @@ class RecordClient(Connection):
     """Fetches the public record. Any certificate of the shuffler's authority will do."""
 
     def entries(self) -> Iterator[str]:
-        """All entries, as JSON, from the first on; `shuffler.record.verify` checks them.
+        """All entries, as JSON, from the first on; `shuffler.public_record.verify` checks them.
 
         Raises:
             ShufflerUnavailable: if the shuffler does not answer.

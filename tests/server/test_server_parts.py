@@ -78,7 +78,7 @@ assert "torch._dynamo" not in sys.modules
 kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
 for name in found:
     model = copy.deepcopy(first)
-    stepper = kinds[name](model.parameters(), lr=optimiser.learning_rate)
+    stepper = kinds[name](model.parameters(), lr=keys.learning_rate)
     for step in range(3):
         model.weight.grad, model.bias.grad = torch.arange(6.0).view(2, 3), torch.arange(6.0, 8.0)
         stepper.step()
