@@ -21,7 +21,7 @@ MOST_LINES = {
     "server": 1104,
     "shuffler": 3001,
     "simulator": 2884,
-    "src": 1777,
+    "src": 1778,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -380,7 +381,7 @@ def grid(
 
 def _path(argument: str, given: Any) -> Path:
     """A path that an argument gives; refuses what is none."""
-    if not isinstance(given, str | Path):
+    if not isinstance(given, str | os.PathLike):
         raise ConfigError(f"{argument} must be a path, got {given!r}")
     return Path(given)
 
