@@ -63,6 +63,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module):
+        self._empty: list[tuple[str, Any]] = []  # most dictionaries of a module: twice as fast
         self._lists: list[tuple[str, Any, _Contents]] = []
         self._dicts: list[tuple[str, _Dict, _Contents, _Contents]] = []
         self._objects: list[tuple[str, Any, type, _Dict | None, list[tuple[_Slot, Any]]]] = []
@@ -106,6 +107,10 @@ class ModuleState:
                         slot.__delete__(held)
                     else:
                         slot.__set__(held, value)
+        for path, held in self._empty:
+            if held:
+                changed.append(path)
+                held.clear()
         for path, held, contents in self._lists:
             if not _same(held, contents):
                 changed.append(path)
@@ -161,6 +166,8 @@ class ModuleState:
             yield from ((path, each) for each in (hooks, held._base))
         elif isinstance(held, np.ndarray) and not held.dtype.hasobject:
             self._arrays.append((path, held.view(np.ndarray), np.array(held), held.tobytes()))
+        elif isinstance(held, (dict, list, deque, set)) and not held:
+            self._empty.append((path, held))
         elif isinstance(held, dict):
             keys, values = tuple(held), tuple(held.values())
             self._dicts.append((path, held, keys, values))

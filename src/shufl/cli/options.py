@@ -192,7 +192,7 @@ def print_error(error: BaseException) -> None:
     """One line on standard error, with an option that was given in the place of its key."""
     text = str(error)
     key, must, allowed = text.partition(" must ")
-    if option := _given_options().get(key.rpartition(".")[2]):
+    if must and (option := _given_options().get(key.rpartition(".")[2])):
         text = f"{option}{must}{allowed}"
     if isinstance(error, FileExistsError):
         text = f"{error.filename} exists already"
