@@ -200,7 +200,7 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(
 @pytest.mark.slow
 def test_a_child_that_does_not_start_says_why(tmp_path: Path):
     with (
-        pytest.raises(ShufflerUnavailable, match=r"exit code 2: shuffler: .*metrics only on"),
+        pytest.raises(ShufflerUnavailable, match=r"exit code 2: error: .*metrics only on"),
         ShufflerProcess(metrics="0.0.0.0:0"),
     ):
         pass
