@@ -79,7 +79,8 @@ def plain_flower(experiment: Experiment, rounds: int, folder: Path, together: bo
             messages = [Message(content, i, "train", group_id=str(round)) for i in ids]
             replies = grid.send_and_receive(messages, timeout=3600)
             total = sum(reply.content["sum"]["sum"].numpy() for reply in replies)
-            step = torch.from_numpy(total / (users * rate) * experiment.optimiser.learning_rate)
+            pace = experiment.config.training.learning_rate
+            step = torch.from_numpy(total / (users * rate) * pace)
             vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - step
             torch.nn.utils.vector_to_parameters(vector, model.parameters())
             seconds.append(time.monotonic() - started)

@@ -25,23 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from shufl import accounting
 from shufl.accounting.privacy_plan import PrivacyPlan
-from shufl.learning.config_section import read_file
 from shufl.protocol.mechanisms import new_allocation_key
 from shufl.protocol.plan import ON_THEIR_OWN, Plan
 from shufl.protocol.plan_fields import AccountantName, Adjacency, CheckInRate
 from shufl.protocol.text import rounded_up
-from shufl.protocol.validation import (
-    Checked,
-    Count,
-    NotNegative,
-    Positive,
-    Probability,
-    first_mistake,
-)
+from shufl.protocol.validation import Checked, Count, NotNegative, Positive, Probability, read_file
 from shufl.shuffler import RoundHeader
 
 _SCHEMA = """
@@ -424,11 +416,7 @@ def read_device(path: Path) -> tuple[Path, DeviceLimits]:
     ledger = content.pop("ledger", None)
     if not isinstance(ledger, str) or not ledger or "\0" in ledger:
         raise ValueError(f"{path}: ledger must be the path of the device's ledger, got {ledger!r}")
-    try:
-        limits = DeviceLimits.model_validate(content)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {first_mistake(error, DeviceLimits)}") from None
-    return path.absolute().parent / ledger, limits
+    return path.absolute().parent / ledger, DeviceLimits.checked(path, content)
 
 
 def _read(rows: sqlite3.Connection) -> list[RunOffered]:

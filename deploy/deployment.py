@@ -11,9 +11,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from shufl.learning.config_section import Section
 from shufl.protocol import shuffler_of
-from shufl.protocol.validation import Count, Positive, Seconds
+from shufl.protocol.validation import Count, Positive, Record, Seconds
 from shufl.shuffler.callers import Role
 from shufl.shuffler.config import Limits
 
@@ -92,14 +91,13 @@ LONGEST_SOCKET = 100
 def flower_environment(home: Path) -> dict[str, str]:
     """Environment variables for Flower's programs, which start others by their names alone."""
     path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", os.defpath)])
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    return {**os.environ, **quiet, "PATH": path, "FLWR_HOME": str(home)}
+    return {**os.environ, "PATH": path, "FLWR_HOME": str(home)}
 
 
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
-class _Reached(Section):
+class _Reached(Record):
     """A site that other parties reach.
 
     Attributes:
@@ -164,7 +162,7 @@ class ShufflerEntry(_Reached):
         return Process("shuffler", command, "the shuffler", stop_seconds=seconds)
 
 
-class NodeEntry(Section):
+class NodeEntry(Record):
     """A node; `users` and `data` are as in `NodeSite`.
 
     Attributes:
@@ -212,7 +210,7 @@ class NodeEntry(Section):
         )
 
 
-class Deployment(Section):
+class Deployment(Record):
     """`deployment.toml`.
 
     Attributes:

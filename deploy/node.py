@@ -172,9 +172,9 @@ def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) ->
                 f"got {site.first_user} + {site.users}"
             )
         # Not at the top: a node whose records come from a file deals none.
-        from shufl.learning.data.partition import LoadUsers
+        from shufl.learning.data.partition import load_users
 
-        everybody = LoadUsers(data, config.data_seed, site.digest)
+        everybody = functools.partial(load_users, data, config.data_seed, site.digest)
         return functools.partial(_simulated, everybody, site.first_user)
     if ":" in site.data:
         own = functools.partial(find, "data", site.data, {})

@@ -159,12 +159,6 @@ class Rehearsal:
         for process in self.sites[name].processes:
             self.start(name, process.name)
 
-    def kill(self, site: str, *names: str) -> None:
-        """Ends processes of a site (SIGKILL), with all that they have started, for good."""
-        with self._lock:
-            for name in names or [name for at, name in self.running if at == site]:
-                self._kill_group(self.running.pop((site, name)))
-
     @property
     def _nodes(self) -> list[NodeEntry]:
         return list(self.deployment.numbered.values())

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shufl.deploy.site_files import SiteFile
-from shufl.learning.config_section import Section
 from shufl.protocol import AgreedNode
-from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml
+from shufl.protocol.validation import ConfigError, Count, Positive, Record, Seconds, read_toml
 from shufl.shuffler.wire.channel import parse_address
 
 CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
@@ -47,7 +46,7 @@ class ServerSite(SiteFile):
     @property
     def entries(self) -> tuple[AgreedEntry, ...]:
         """The nodes that the authority has told of, as the file says now."""
-        return AgreedNodes.read(Path(self.nodes)).nodes
+        return AgreedNodes.of_file(Path(self.nodes)).nodes
 
     @property
     def agreed(self) -> dict[int, AgreedNode]:
@@ -73,7 +72,7 @@ class ServerSite(SiteFile):
             ) from None
 
 
-class AgreedEntry(Section):
+class AgreedEntry(Record):
     """A node in the server's file of nodes.
 
     Attributes:
@@ -102,7 +101,7 @@ class Registered(NamedTuple):
 _REGISTERED = TypeAdapter(dict[int, Registered])
 
 
-class AgreedNodes(Section):
+class AgreedNodes(Record):
     """`nodes/agreed.toml`, in the server's folder."""
 
     nodes: tuple[AgreedEntry, ...] = Field(strict=False)

@@ -7,8 +7,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
-from shufl.learning.config_section import Section, read_file
-from shufl.protocol.validation import ConfigError, Count
+from shufl.protocol.validation import ConfigError, Count, Record, read_file
 from shufl.shuffler import Credentials
 from shufl.shuffler.wire.channel import check_address
 
@@ -18,7 +17,7 @@ _Addresses = Annotated[
 ]
 
 
-class SiteFile(Section):
+class SiteFile(Record):
     """A site's file; paths in it are relative to it.
 
     Attributes:

@@ -9,7 +9,7 @@ from .local_training import (
     logits_of,
 )
 from .module_state import ModuleState, StateError
-from .parameters import load_tensors, save_tensors
+from .parameters import load_tensors
 from .tasks import Measure, evaluate
 from .user_update import (
     as_keys,
@@ -39,7 +39,6 @@ __all__ = [
     "local_update",
     "logits_of",
     "record_orders",
-    "save_tensors",
     "unfolded_attention",
     "user_updates",
 ]

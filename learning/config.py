@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, PlainValidator, model_validator
 
-from shufl.learning.config_section import Section
 from shufl.learning.data.files import RecordFile
 from shufl.protocol.plan import Times
 from shufl.protocol.plan_fields import CheckInRate, Privacy, Rounds, Schedule, Users
-from shufl.protocol.validation import ConfigError, Count, Positive, Seconds, read_toml, shown
+from shufl.protocol.validation import (
+    ConfigError,
+    Count,
+    Positive,
+    Record,
+    Seconds,
+    read_toml,
+    shown,
+)
 
 DATASETS = {
     "digits": "shufl.learning.data.datasets:digits",
@@ -86,7 +93,7 @@ def _table_of(what: str) -> Any:
     return Field(default_factory=dict, description=f"a table of {what}")
 
 
-class Data(Section):
+class Data(Record):
     """A dataset, a map of its records to features, and its users.
 
     Attributes:
@@ -116,7 +123,7 @@ class Data(Section):
         return "by Dataset.users"
 
 
-class Model(Section):
+class Model(Record):
     """A model by name or `module:callable`, and its keyword arguments."""
 
     name: str
@@ -131,7 +138,7 @@ LearningRate = Annotated[
 ]
 
 
-class Training(Section):
+class Training(Record):
     """Local computation and the server's optimiser."""
 
     algorithm: str = _name_of(ALGORITHMS, default="fedsgd")
@@ -154,25 +161,16 @@ class Training(Section):
 Precision = Literal["float32", "bfloat16"]
 
 
-class EngineName(Section):
-    """The key of `[simulation]` that names the engine."""
+class Simulation(Record):
+    """The engine, and the keys of all engines; keys of another engine are ignored or refused.
+
+    Attributes:
+        noise, device, precision, records_per_chunk, workers, silent: of the vectorised engine.
+        nodes, cpus_per_node, round_timeout: of the Flower engine. With a `cpus_per_node` below 1,
+            several processes of nodes share a CPU.
+    """
 
     engine: Literal["flower", "vectorised"] = "flower"
-
-
-class FlowerKeys(EngineName):
-    """The Flower engine's keys of `[simulation]`."""
-
-    nodes: int = Field(default=20, ge=1, le=10**6, description="a whole number from 1 to 10^6")
-    cpus_per_node: float = Field(  # below 1, several processes of nodes share a CPU
-        default=1.0, ge=0.1, allow_inf_nan=False, description="a number, at least 0.1"
-    )
-    round_timeout: Seconds = 600.0
-
-
-class VectorisedKeys(EngineName):
-    """The vectorised engine's keys of `[simulation]`."""
-
     noise: Literal["report", "aggregate"] = "report"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "float32"
@@ -181,10 +179,11 @@ class VectorisedKeys(EngineName):
     )
     workers: Count = 1
     silent: float = Field(default=0.0, ge=0, lt=1, description="a number in [0, 1)")
-
-
-class Simulation(FlowerKeys, VectorisedKeys):
-    """The engine, and the keys of all engines; keys of another engine are ignored or refused."""
+    nodes: int = Field(default=20, ge=1, le=10**6, description="a whole number from 1 to 10^6")
+    cpus_per_node: float = Field(
+        default=1.0, ge=0.1, allow_inf_nan=False, description="a number, at least 0.1"
+    )
+    round_timeout: Seconds = 600.0
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Simulation:
@@ -200,21 +199,21 @@ class Simulation(FlowerKeys, VectorisedKeys):
         return self
 
 
-class Shuffler(Section):
+class Shuffler(Record):
     """How reports travel."""
 
     sealing: Literal["x25519", "mlkem768-x25519"] = "x25519"
     number: int = Field(default=1, ge=1, le=64, description="a whole number from 1 to 64")
 
 
-class About(Section):
+class About(Record):
     """What a run is for, and whom to ask: the report says it, and no number depends on it."""
 
     purpose: str | None = Field(None, description="text")
     contact: str | None = Field(None, description="text")
 
 
-class Config(Section):
+class Config(Record):
     """A whole run; `load` reads it, and `dumps` writes it back."""
 
     name: str = Field(

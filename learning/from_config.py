@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from shufl.accounting import OpenPlan, PrivacyPlan
 from shufl.learning import LocalTraining
 from shufl.learning.config import ALGORITHMS, Config
 from shufl.learning.models import ModelMaker
 from shufl.learning.tasks import Form, loss_of
-from shufl.learning.your_code import Named
+from shufl.learning.your_code import call_named, find
 from shufl.protocol.plan import Window
 from shufl.protocol.plan_fields import Privacy
 from shufl.protocol.validation import ConfigError
@@ -51,7 +53,7 @@ def _searched(asked: OpenPlan) -> tuple[PrivacyPlan, str | None]:
 
 
 def model_maker(config: Config, form: Form, code: str = "") -> ModelMaker:
-    """What builds the initial model, for records of this form; `code` is as for `build_model`."""
+    """What builds the initial model, for records of this form; `code` is as for `ModelMaker`."""
     model = config.model
     return ModelMaker(model.name, form, config.data_seed, model.options, code)
 
@@ -61,8 +63,8 @@ def local_training(config: Config) -> LocalTraining:
     training = config.training
     name, own = training.algorithm, None
     if name not in ALGORITHMS:
-        own = Named("training.algorithm", name)
-        own.find()  # a mistake is told now, and not amid a round
+        find("training.algorithm", name, {})  # a mistake is told now, and not amid a round
+        own = functools.partial(call_named, "training.algorithm", name)
     return LocalTraining(
         algorithm=name,
         local_epochs=training.local_epochs,

@@ -103,52 +103,17 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def build_model(
-    name: str, form: Form, seed: int, options: dict[str, Any] | None = None, code: str = ""
-) -> nn.Module:
-    """Builds a model, and refuses one that cannot be trained.
+@dataclass(frozen=True)
+class ModelMaker:
+    """Builds the initial model, and refuses one that cannot be trained; picklable.
 
-    Args:
+    Attributes:
         name: a key of MODELS, `module:callable`, or a model of yours (`Carried`).
         form: of its records.
         seed: of the initial parameters.
         options: keyword arguments of the model.
         code: the `code_digest` that the model must have. Default: any.
-
-    Raises:
-        ConfigError: the line says why it cannot be built or trained.
     """
-    make = find("model", name, MODELS)
-    if code and code_digest([name]) not in ("", code):
-        raise ConfigError(f"model {name}: its code has changed since the run began")
-    records = f"{form.input_type} of shape {form.input_shape}"
-    failure = f"model {name} could not be built for records of {records}"
-    with seeded(seed), your_code(failure):
-        if isinstance(make, nn.Module):
-            model = copy.deepcopy(make)
-        else:
-            model = make(form.input_shape, form.outputs, **(options or {}))
-        for module in model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                module.sparse = False  # a report is dense
-            if _is_frozen_norm(module):  # as in Keras, it keeps its statistics and uses them
-                module.eval().train = functools.partial(_stays_in_eval, module)  # type: ignore[method-assign]
-        with torch.no_grad():
-            outputs = model.eval()(form.inputs(2))
-    if is_dataclass(outputs) and type(outputs) not in SUPPORTED_NODES:
-        _make_tree_of(type(outputs))
-    _refuse_what_has_no_loss(name, outputs, form)
-    _refuse_what_cannot_be_sent(name, model)
-    _refuse_what_is_not_trained(name, model)
-    with your_code(f"model {name} cannot be copied"):
-        copy.deepcopy(model)
-    _refuse_what_mixes_users(name, model, form)
-    return model
-
-
-@dataclass(frozen=True)
-class ModelMaker:
-    """Builds the initial model; picklable. The attributes are the arguments of `build_model`."""
 
     name: str
     form: Form
@@ -157,8 +122,38 @@ class ModelMaker:
     code: str = ""
 
     def __call__(self) -> nn.Module:
-        """The model."""
-        return build_model(self.name, self.form, self.seed, self.options, self.code)
+        """The model.
+
+        Raises:
+            ConfigError: the line says why it cannot be built or trained.
+        """
+        name, form = self.name, self.form
+        make = find("model", name, MODELS)
+        if self.code and code_digest([name]) not in ("", self.code):
+            raise ConfigError(f"model {name}: its code has changed since the run began")
+        records = f"{form.input_type} of shape {form.input_shape}"
+        failure = f"model {name} could not be built for records of {records}"
+        with seeded(self.seed), your_code(failure):
+            if isinstance(make, nn.Module):
+                model = copy.deepcopy(make)
+            else:
+                model = make(form.input_shape, form.outputs, **self.options)
+            for module in model.modules():
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    module.sparse = False  # a report is dense
+                if _is_frozen_norm(module):  # as in Keras, it keeps its statistics and uses them
+                    module.eval().train = functools.partial(_stays_in_eval, module)  # type: ignore[method-assign]
+            with torch.no_grad():
+                outputs = model.eval()(form.inputs(2))
+        if is_dataclass(outputs) and type(outputs) not in SUPPORTED_NODES:
+            _make_tree_of(type(outputs))
+        _refuse_what_has_no_loss(name, outputs, form)
+        _refuse_what_cannot_be_sent(name, model)
+        _refuse_what_is_not_trained(name, model)
+        with your_code(f"model {name} cannot be copied"):
+            copy.deepcopy(model)
+        _refuse_what_mixes_users(name, model, form)
+        return model
 
 
 def _make_tree_of(kind: type[Any]) -> None:

@@ -63,7 +63,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module):
-        self._empty: list[tuple[str, Any]] = []  # most dictionaries of a module
+        self._empty: list[tuple[str, Any]] = []  # most dictionaries of a module: twice as fast
         self._lists: list[tuple[str, Any, _Contents]] = []
         self._dicts: list[tuple[str, _Dict, _Contents, _Contents]] = []
         self._objects: list[tuple[str, Any, type, _Dict | None, list[tuple[_Slot, Any]]]] = []

@@ -11,7 +11,7 @@ import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,17 +75,3 @@ def load_tensors(path: Path, **options: Any) -> Any:
         if (damaged := archive.testzip()) is not None:
             raise zipfile.BadZipFile(f"{damaged} is damaged")
     return torch.load(path, weights_only=True, **options)
-
-
-def save_tensors(content: Any, file: BinaryIO) -> None:
-    """`torch.save` to an open file.
-
-    Raises:
-        OSError: the file cannot be written, for example because the disk is full.
-    """
-    try:
-        torch.save(content, file)
-    except RuntimeError as error:  # torch raises it while it handles the file's own error
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise

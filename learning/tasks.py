@@ -6,6 +6,7 @@ A dataset names its task (`Dataset.task`), and a configuration may name another 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -113,17 +114,12 @@ def load_task(name: str) -> Task:
 
 def loss_of(name: str) -> Loss:
     """The loss of the task of that name; picklable."""
-    return load_task(name).loss if name in TASKS else _NamedLoss(name)
+    return load_task(name).loss if name in TASKS else functools.partial(_own_loss, name)
 
 
-@dataclass(frozen=True)
-class _NamedLoss:
-    """The loss of a task of yours, which every process imports when it is first called."""
-
-    task: str
-
-    def __call__(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        return load_task(self.task).loss(outputs, labels)
+def _own_loss(name: str, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of a task of yours, which every process imports at the first call."""
+    return load_task(name).loss(outputs, labels)
 
 
 def _accuracy(outputs: Any, labels: torch.Tensor) -> dict[str, float]:

@@ -10,7 +10,6 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,24 +136,9 @@ def find(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         return pkgutil.resolve_name(meant)
 
 
-@dataclass(frozen=True)
-class Named:
-    """A function of yours that every process imports when it is first called; picklable.
-
-    Attributes:
-        kind, name: as for `find`.
-    """
-
-    kind: str
-    name: str
-
-    def find(self) -> Any:
-        """The function."""
-        return find(self.kind, self.name, {})
-
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        """What the function returns."""
-        return self.find()(*given, **options)
+def call_named(kind: str, name: str, *given: Any, **options: Any) -> Any:
+    """Calls a function of yours, which every process imports at the first call; see `find`."""
+    return find(kind, name, {})(*given, **options)
 
 
 @contextmanager

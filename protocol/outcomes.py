@@ -66,7 +66,7 @@ class RoundRecord:
         metrics: numbers of the test data by name; the score and `loss` are None in rounds without
             evaluation.
         seconds: wall-clock time of the round.
-        doubt: what the operator should look into, in one line (`server.counts`); mostly nothing.
+        doubt: what the operator should look into (`server.plausible_counts`); mostly nothing.
     """
 
     round: int

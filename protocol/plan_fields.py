@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shufl.protocol.validation import ClipNorm, Number, Positive, Probability, Record, Whole
+from shufl.protocol.validation import ClipNorm, Number, Positive, Probability, Record
 
 if TYPE_CHECKING:
     from shufl.protocol.plan import Plan
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 LEAST_RATE, MOST_BLANKETS = 1e-12, 1e7
 LEAST_NOISE, MOST_NOISE = 1e-12, 1e6  # beyond, no accountant computes
 
-Users = Annotated[Whole, Field(ge=1, le=10**12, description="a whole number from 1 to 10^12")]
+Users = Annotated[int, Field(ge=1, le=10**12, description="a whole number from 1 to 10^12")]
 CheckInRate = Annotated[Number, Field(ge=LEAST_RATE, le=1, description="a number in [1e-12, 1]")]
 # 0 is for sums: there the shuffler's noise and the server's may be all there is.
 Noise = Annotated[Number, Field(ge=0, le=MOST_NOISE, description="a number in [1e-12, 10^6]")]
 CentralNoise = Annotated[Number, Field(ge=0, le=MOST_NOISE, description="a number from 0 to 10^6")]
-Rounds = Annotated[Whole, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
-OfUsers = Annotated[Whole, Field(ge=1, description="a whole number from 1 to the number of users")]
+Rounds = Annotated[int, Field(ge=1, le=10**9, description="a whole number from 1 to 10^9")]
+OfUsers = Annotated[int, Field(ge=1, description="a whole number from 1 to the number of users")]
 Blankets = Annotated[Number, Field(ge=0, le=MOST_BLANKETS, description="a number from 0 to 10^7")]
 Categories = Annotated[
-    Whole, Field(ge=2, le=2**15, description="a whole number of categories from 2 to 32768")
+    int, Field(ge=2, le=2**15, description="a whole number of categories from 2 to 32768")
 ]
 LocalEpsilon = Annotated[Number, Field(ge=1e-9, le=20, description="a number in [1e-9, 20]")]
 Flag = Annotated[bool, Field(description="true or false")]

@@ -14,25 +14,16 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-_PLAIN = BeforeValidator(lambda value: value.item() if isinstance(value, np.generic) else value)
-
-Whole = Annotated[int, _PLAIN]
-Number = Annotated[float, _PLAIN, Field(allow_inf_nan=False)]
-Count = Annotated[Whole, Field(ge=1, description="a whole number, at least 1")]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, description="a whole number, at least 1")]
 Positive = Annotated[Number, Field(gt=0, description="a number above 0")]
 NotNegative = Annotated[Number, Field(ge=0, description="a number, at least 0")]
 # Within it float64 and float32 hold an update and its noise without loss.
 ClipNorm = Annotated[Number, Field(ge=1e-18, le=1e15, description="a number in [1e-18, 1e15]")]
 Seconds = Annotated[Number, Field(gt=0, le=1e9, description="a number in (0, 10^9]")]
 Probability = Annotated[Number, Field(gt=0, lt=1, description="a number in (0, 1)")]
-
-
-class Record(BaseModel):
-    """A frozen record of values of exactly the types named; an unknown name is an error."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class ConfigError(ValueError):
@@ -47,21 +38,56 @@ class ConfigError(ValueError):
         return [f"{type(self).__name__}: {self}"]
 
 
+class Record(BaseModel):
+    """A frozen record of values of exactly the types named; an unknown name is an error.
+
+    A number of numpy's is taken as Python's.
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {key: it.item() if isinstance(it, np.generic) else it for key, it in given.items()}
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Returns the record that a TOML file holds.
+
+        Raises:
+            ConfigError: The file cannot be read, or a value is wrong.
+        """
+        return cls.checked(path, read_file(path))
+
+    @classmethod
+    def checked(cls, source: object, content: Any) -> Self:
+        """Returns the record of these values.
+
+        Args:
+            source: Where the values come from; an error names it first.
+            content: Keys and values.
+
+        Raises:
+            ConfigError: A key is unknown or missing, or a value is wrong.
+        """
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {first_mistake(error, cls)}") from None
+
+
 class Checked(Record):
     """A record that answers a wrong value by a ConfigError of one line."""
 
-    def __init__(self, *unnamed: Any, **values: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         """Checks every value.
 
         Raises:
-            ConfigError: An unknown or missing name, a value without one, or one that is not
-                allowed.
+            ConfigError: An unknown or missing name, or a value that is not allowed.
         """
-        if unnamed:
-            names = ", ".join(f"{name}=" for name in type(self).model_fields if name != "name")
-            raise ConfigError(
-                f"{type(self).__name__} takes values by name ({names}), got {shown(unnamed[0])}"
-            )
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -100,6 +126,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Returns the values of a TOML file; a ConfigError if it cannot be read."""
+    try:
+        return read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def first_mistake(error: ValidationError, model: type[BaseModel]) -> str:

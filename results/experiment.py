@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from shufl.learning.code_digest import code_digest
 from shufl.learning.config import FEATURES, FIXED, TASKS, Config
 from shufl.learning.data.datasets import Dataset, check_task, load_dataset
 from shufl.learning.data.features import data_digest, load_records, mapped
-from shufl.learning.data.partition import LoadUsers, Partition, load_partition
+from shufl.learning.data.partition import Partition, PartitionedRecords, load_partition, load_users
 from shufl.learning.from_config import local_training, model_maker, plan_of
 from shufl.learning.model_trial import try_users
 from shufl.learning.models import MODELS, ModelMaker
@@ -110,14 +111,14 @@ class Experiment:
     @property
     def shuffler_of(self) -> ShufflerOf:
         """Says to which shuffler users report."""
-        return _shuffler_of(self.config)
+        return ShufflerOf(self.config.simulation.nodes, self.config.shuffler.number)
 
     @property
-    def load_users(self) -> LoadUsers:
+    def load_users(self) -> Callable[[], PartitionedRecords]:
         """Gives access to the users' records; picklable."""
         data = self.config.data
         digest = data_digest(data.dataset, data.features)
-        return LoadUsers(data, self.config.data_seed, digest)
+        return functools.partial(load_users, data, self.config.data_seed, digest)
 
     def load_test(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The test data, on the device that evaluates."""
@@ -127,7 +128,7 @@ class Experiment:
     @property
     def optimiser(self) -> Optimiser:
         """The server's optimiser."""
-        return optimiser(self.config, self.halting_round)
+        return Optimiser(self.config.training, self.halting_round)
 
 
 def prepare(config: Config, check: Check = lambda config, parameters: None) -> Experiment:
@@ -200,6 +201,11 @@ def prepare_simulation(config: Config) -> tuple[Experiment, Engine]:
     Raises:
         ConfigError: as `prepare`; or the engine cannot run it, or not on this machine.
     """
+    if config.privacy.participation == "allocation" and config.seed == "system":
+        raise ConfigError(
+            "seed must be a number with privacy.participation allocation, so that a "
+            'run which is resumed has the same draws, got "system"'
+        )
     make_engine = engine_of(config.simulation.engine)
     experiment = prepare(config, make_engine.check)
     return experiment, make_engine(experiment)
@@ -266,7 +272,7 @@ def _try_task(name: str, task: Task, make_model: ModelMaker, dataset: Dataset) -
 def _try_optimiser(config: Config, model: nn.Module, parameters: int) -> None:
     """Refuses options that the optimiser does not take, and a model that cannot be averaged."""
     nothing = np.zeros(parameters, dtype=np.float32)
-    own = optimiser(config, 1)
+    own = Optimiser(config.training, 1)
     with your_code(f"training.optimiser_options are none of {config.training.optimiser}"):
         own.step(own.build(model), model, nothing, 1)
     with your_code(f"training.averaging cannot be had for model {config.model.name}"):
@@ -300,19 +306,6 @@ def _try_aggregator(name: str, make: MakeAggregator, plan: PrivacyPlan, paramete
             )
 
 
-def optimiser(config: Config, rounds: int) -> Optimiser:
-    """The server's optimiser, for a run of `rounds` rounds."""
-    training = config.training
-    return Optimiser(
-        training.optimiser,
-        training.learning_rate,
-        training.optimiser_options,
-        training.schedule,
-        rounds,
-        training.averaging,
-    )
-
-
 def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:
     """Decides every value that depends on another one, and which records belong to which user."""
     privacy, shuffler, owners = config.privacy, config.shuffler, dataset.users
@@ -332,7 +325,7 @@ def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:
             "shuffler.number must be at most the number of nodes and of users, "
             f"{min(config.simulation.nodes, users)}, got {shuffler.number}"
         )
-    smallest = min(_shuffler_of(config).crowds(users))
+    smallest = min(ShufflerOf(config.simulation.nodes, shuffler.number).crowds(users))
     least = privacy.least_present or smallest
     if least > smallest:
         raise ConfigError(
@@ -344,7 +337,3 @@ def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:
         shuffler = shuffler.model_copy(update={"sealing": usual_sealing(privacy.mixing)})
     decided = {"data": data, "privacy": privacy, "shuffler": shuffler}
     return config.model_copy(update=decided), partition
-
-
-def _shuffler_of(config: Config) -> ShufflerOf:
-    return ShufflerOf(config.simulation.nodes, config.shuffler.number)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan
 from shufl.protocol.events import Summed
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.results.tables import epsilon_text, for_every_pair, score_text
 
-if TYPE_CHECKING:
-    from shufl.results.run_page import Row
+Row = dict[str, Any]
+"""A row of metrics.jsonl, an accountant's of `epsilon_rows`, or a summary."""
 
 
 def plain_words(

@@ -175,7 +175,6 @@ class RunRecorder:
         self._plan = plan
         names = accountants_for(plan.event())
         self._accountants = {name: plan.make_accountant(name) for name in names}
-        self._composed = dict.fromkeys(names, 0)
         self._path = path = folder / "metrics.jsonl"
         if path.exists():
             self.rows = read_rows(path)
@@ -210,10 +209,7 @@ class RunRecorder:
         """ε of all rounds to this one, by an accountant; None if it does not price them."""
         if (accountant := self._accountants.get(name)) is None:
             return None
-        if more := round - self._composed[name]:
-            accountant.compose(self._plan.event(), more)
-            self._composed[name] = round
-        return float(accountant.get_epsilon(self._plan.delta))
+        return float(accountant.epsilon_after(self._plan.event(), self._plan.delta, round))
 
     def close(self) -> None:
         """Closes both outputs."""

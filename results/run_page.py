@@ -19,7 +19,7 @@ from shufl.accounting import ACCOUNTANTS, PrivacyPlan, epsilon_table
 from shufl.learning.config import flat
 from shufl.protocol.text import rounded_down, rounded_up
 from shufl.protocol.validation import read_toml
-from shufl.results.plain_words import name_of_data, plain_words
+from shufl.results.plain_words import Row, name_of_data, plain_words
 from shufl.results.plots import plot_rounds, plot_score_epsilon
 from shufl.results.run_folder import check_ledger, read_run, read_starts, rounds_told
 from shufl.results.tables import (
@@ -36,9 +36,6 @@ from shufl.results.tables import (
 
 Table = list[list[str]]
 """Rows of cells, the heads first."""
-
-Row = dict[str, Any]
-"""A row of metrics.jsonl, an accountant's of `epsilon_rows`, or a summary."""
 
 Part = dict[str, Any]
 """A part of a page, with any of these keys.

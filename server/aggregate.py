@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from shufl.accounting import PrivacyPlan
 from shufl.protocol.mechanisms.summed_reports import (
     mask,
     signed,
@@ -28,9 +29,6 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.wire.seed_reader import read_seed
 
-if TYPE_CHECKING:
-    from shufl.accounting import PrivacyPlan
-
 
 class Aggregator(Protocol):
     """Makes an estimate of the mean update of one batch's reports; `Mean` is the usual one.
@@ -48,7 +46,7 @@ class Aggregator(Protocol):
         """The estimate, float32 of shape (d,); `users` is how many users flipped coins."""
 
 
-MakeAggregator = Callable[["PrivacyPlan", int], Aggregator]
+MakeAggregator = Callable[[PrivacyPlan, int], Aggregator]
 """Makes the aggregator of one batch, from the plan and the model's number of parameters."""
 
 

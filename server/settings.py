@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +14,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shufl.accounting import Ledger, PrivacyPlan
+from shufl.learning.config import Training as TrainingKeys
 from shufl.learning.parameters import trained
-from shufl.learning.tasks import Measure
+from shufl.learning.tasks import Task
 from shufl.protocol.outcomes import StoppedBy
-from shufl.protocol.plan_fields import Schedule
 from shufl.server.aggregate import MakeAggregator
 from shufl.server.checkpoint import Checkpoint
 from shufl.server.policy import Deployed, Simulated
@@ -42,34 +41,28 @@ class Optimiser:
     """The server's optimiser, from torch.optim; the noisy mean stands where the gradient would.
 
     Attributes:
-        name: of a class of torch.optim, in lower case.
-        learning_rate: step size in the first round.
-        options: what else the class takes.
-        schedule: what becomes of the step size until `rounds`: `constant`, or it falls to 0 along a
-            line or half a cosine.
+        keys: the configuration's section `[training]`. `optimiser` names a class of torch.optim, in
+            lower case. `learning_rate` is the step size in the first round; until `rounds` it is
+            constant, or falls to 0 along a line or half a cosine (`schedule`). `averaging` is the
+            decay of the models' exponential moving average, which is then what is evaluated and
+            saved; 0: the last model is.
         rounds: of the whole run.
-        averaging: decay of the models' exponential moving average, which is then what is evaluated
-            and saved; 0: the last model is.
     """
 
-    name: str = "sgd"
-    learning_rate: float = 0.1
-    options: dict[str, Any] = field(default_factory=dict)
-    schedule: Schedule = "constant"
-    rounds: int = 1
-    averaging: float = 0.0
+    keys: TrainingKeys
+    rounds: int
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimiser over the parameters that are trained."""
         kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
-        make = _never_compiled(kinds[self.name])
-        return make(trained(model).values(), lr=self.learning_rate, **self.options)
+        make, keys = _never_compiled(kinds[self.keys.optimiser]), self.keys
+        return make(trained(model).values(), lr=keys.learning_rate, **keys.optimiser_options)
 
     def learning_rate_at(self, round: int) -> float:
         """The step size of a round, from 1."""
         done = (round - 1) / self.rounds
         shares = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return self.learning_rate * shares[self.schedule]
+        return self.keys.learning_rate * shares[self.keys.schedule]
 
     def step(
         self, stepper: torch.optim.Optimizer, model: nn.Module, estimate: np.ndarray, round: int
@@ -86,9 +79,9 @@ class Optimiser:
 
     def average_of(self, model: nn.Module) -> AveragedModel | None:
         """The moving average that begins with this model; None: the run has no average."""
-        if self.averaging == 0.0:
+        if self.keys.averaging == 0.0:
             return None
-        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.averaging))
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.keys.averaging))
 
 
 def _never_compiled(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
@@ -110,8 +103,7 @@ class TrainingSettings:
         ledger: open, of this plan; its run id is that of the run.
         make_model: builds the initial model.
         load_test: gives public test data, features and labels of shape (r, ...).
-        measure: gives the numbers of a model's outputs for them.
-        score: the name of the number that stands for the run.
+        task: what is learnt: it measures a model.
         optimiser: the server's step.
         folder: an existing folder for checkpoints and the final model.
         evaluate_every, checkpoint_every: in rounds; the end of the run always does both.
@@ -125,8 +117,7 @@ class TrainingSettings:
     ledger: Ledger
     make_model: Callable[[], nn.Module]
     load_test: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    measure: Measure
-    score: str
+    task: Task
     optimiser: Optimiser
     folder: Path
     evaluate_every: int
@@ -165,11 +156,9 @@ class RunEnd:
     Attributes:
         rounds: rounds spent.
         stopped_by: `budget`, `rounds` (the plan's last), `on_round` or `interrupt`.
-        epsilon: spent under the halting accountant.
         metrics: numbers of the final model on the test data, by name.
     """
 
     rounds: int
     stopped_by: StoppedBy
-    epsilon: float
     metrics: dict[str, float]

@@ -103,7 +103,7 @@ class Training:
         final = self._evaluate()
         write_whole(self.settings.folder / "model.pt", tensor_bytes(sent(self.result)))
         rounds = self.settings.ledger.last_round
-        return RunEnd(rounds, self._stopped_by, self._budget.epsilon, final)
+        return RunEnd(rounds, self._stopped_by, final)
 
     def _would_release_the_same(self, round: int) -> bool:
         """Whether a spent round, played again now, gives what it gave."""
@@ -142,8 +142,8 @@ class Training:
             rejected=aggregate.rejected if aggregate else 0,
             reasons=aggregate.reasons if aggregate else {},
             silent_nodes=played.silent_nodes,
-            score=self.settings.score,
-            metrics={self.settings.score: None, "loss": None, **result},
+            score=self.settings.task.score,
+            metrics={self.settings.task.score: None, "loss": None, **result},
             seconds=time.monotonic() - self._started,
             doubt=played.doubt,
         )
@@ -155,7 +155,7 @@ class Training:
 
     def _evaluate(self) -> dict[str, float]:
         try:
-            return evaluate(self.result, *self._test, self.settings.measure)
+            return evaluate(self.result, *self._test, self.settings.task.measure)
         except (Exception, SystemExit) as error:  # whatever the model does, sys.exit() with it
             raise RoundFailed(
                 f"the model could not be evaluated: {type(error).__name__}: {error}"

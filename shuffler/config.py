@@ -8,9 +8,9 @@ from typing import Annotated, Any, Self
 
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from shufl.protocol.validation import Seconds, first_mistake, read_toml
+from shufl.protocol.validation import Record, Seconds, read_toml
 from shufl.shuffler.credentials import Credentials, read_certificate
 from shufl.shuffler.store.operator_minimum import Floor
 from shufl.shuffler.wire.channel import MOST_USERS, parse_address
@@ -19,11 +19,7 @@ Count = Annotated[int, Field(ge=1, le=10**9, description="a whole number from 1 
 File = Annotated[Path, Field(description="the path of a file")]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Tls(_Section):
+class Tls(Record, strict=False):
     """Files that `shufl keys` makes.
 
     Attributes:
@@ -64,7 +60,7 @@ class Tls(_Section):
         return credentials
 
 
-class Limits(_Section):
+class Limits(Record, strict=False):
     """What one shuffler takes at once.
 
     Attributes:
@@ -111,7 +107,7 @@ class Limits(_Section):
         return {"uploads" if key == "streams" else key: value for key, value in given.items()}
 
 
-class ShufflerConfig(_Section):
+class ShufflerConfig(Record, strict=False):
     """A whole shuffler.
 
     Attributes:
@@ -159,11 +155,7 @@ def load_config(path: Path) -> ShufflerConfig:
         ValueError: one line that says which key and what is wrong with it.
         OSError: the file cannot be read.
     """
-    content = read_toml(path)
-    try:
-        config = ShufflerConfig.model_validate(content)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {first_mistake(error, ShufflerConfig)}") from None
+    config = ShufflerConfig.checked(path, read_toml(path))
     base = path.absolute().parent
     found: dict[str, Any] = {name: base / path for name, path in config if isinstance(path, Path)}
     found["tls"] = Tls(**{name: path and base / path for name, path in config.tls})

@@ -17,10 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import typer
-
 from shufl.protocol.mechanisms import make_randomness
-from shufl.protocol.text import one_line
 from shufl.protocol.validation import check_linux
 from shufl.shuffler.callers import Revoked
 from shufl.shuffler.config import ShufflerConfig, Tls, load_config
@@ -30,7 +27,6 @@ from shufl.shuffler.service.log import Log
 from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire.channel import READY
-from shufl.shuffler.wire.errors import ShufflerError
 
 _log = logging.getLogger("shufl.shuffler")
 
@@ -41,47 +37,43 @@ _SWITCH_SECONDS = 0.0005
 
 
 def serve(config: Path, exit_with_parent: bool) -> None:
-    """Serves until it is told to stop; what is wrong is one line, and exit code 2.
+    """Serves until it is told to stop.
 
     With `exit_with_parent` it stops when standard input ends or the parent is gone.
+
+    Raises:
+        ShufflerError, ValueError, OSError: one line says what is wrong.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it can be heard, and once it cannot
     parent = os.getppid()
     with ExitStack() as stack:
-        try:
-            if not exit_with_parent:
-                check_linux("a shuffler")
-            settings = load_config(config)
-            if settings.directory is None and not exit_with_parent:
-                raise ValueError(f"{config}: directory is missing: where the public record is kept")
-            if settings.simulation_seed is not None and not exit_with_parent:
-                raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
-            credentials = settings.tls.read()
-            revoked = Revoked(settings.tls.revoked)
-            os.umask(0o077)
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-            with suppress(ValueError):  # macOS takes no "unlimited"
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
-            directory = settings.directory
-            if directory is None:
-                temporary = tempfile.TemporaryDirectory(prefix="shufl-")
-                directory = Path(stack.enter_context(temporary))
-            store = open_store(settings, directory)
-            metrics = Metrics()
-            if settings.metrics is not None:
-                stack.callback(metrics.serve(settings.metrics).shutdown)
-            make_server = functools.partial(
-                ShufflerServer, store, credentials, revoked, settings.limits, metrics
-            )
-            watched = parent if exit_with_parent else None
-            asyncio.run(_serve(make_server, settings, revoked, log, watched))
-        except (ShufflerError, ValueError, OSError) as error:
-            said = str(error)
-            if isinstance(error, OSError) and error.filename:
-                said = f"{error.filename}: {error.strerror}"
-            typer.echo(f"shuffler: {one_line(said)}", err=True)
-            raise typer.Exit(2) from None
+        if not exit_with_parent:
+            check_linux("a shuffler")
+        settings = load_config(config)
+        if settings.directory is None and not exit_with_parent:
+            raise ValueError(f"{config}: directory is missing: where the public record is kept")
+        if settings.simulation_seed is not None and not exit_with_parent:
+            raise ValueError(f"{config}: simulation_seed is for a simulation's own shuffler")
+        credentials = settings.tls.read()
+        revoked = Revoked(settings.tls.revoked)
+        os.umask(0o077)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(ValueError):  # macOS takes no "unlimited"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        log = Log(settings.log_file, settings.log_megabytes, settings.log_kept)
+        directory = settings.directory
+        if directory is None:
+            temporary = tempfile.TemporaryDirectory(prefix="shufl-")
+            directory = Path(stack.enter_context(temporary))
+        store = open_store(settings, directory)
+        metrics = Metrics()
+        if settings.metrics is not None:
+            stack.callback(metrics.serve(settings.metrics).shutdown)
+        make_server = functools.partial(
+            ShufflerServer, store, credentials, revoked, settings.limits, metrics
+        )
+        watched = parent if exit_with_parent else None
+        asyncio.run(_serve(make_server, settings, revoked, log, watched))
 
 
 def open_store(settings: ShufflerConfig, directory: Path) -> RunStore:
@@ -136,8 +128,7 @@ async def _serve(
         if parent is not None:
             _watch_parent(parent, functools.partial(loop.call_soon_threadsafe, stop, True))
         _log.info("shuffler started", extra=_about(settings, address))
-        typer.echo(f"{READY}{address}")
-        sys.stdout.flush()
+        print(f"{READY}{address}", flush=True)
         await stopped.wait()
         _log.info("shuffler stopping")
     finally:

@@ -239,6 +239,12 @@ class World(Rehearsal):
             process.wait()
             self._kill_group(process)
 
+    def kill(self, site, *names):
+        """Ends processes of a site (SIGKILL), with all that they have started, for good."""
+        with self._lock:
+            for name in names or [name for at, name in self.running if at == site]:
+                self._kill_group(self.running.pop((site, name)))
+
     def kill_process(self, site, name):
         """kill -9 of one process alone, which is then started again."""
         os.kill(self.running[site, name].pid, signal.SIGKILL)

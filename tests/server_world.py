@@ -20,6 +20,7 @@ from shufl.accounting import Ledger
 from shufl.clients import ClientSettings, DeviceLedger, DeviceLimits, Node
 from shufl.clients.client_app import ANSWERS
 from shufl.learning import LocalTraining
+from shufl.learning.config import Training
 from shufl.learning.tasks import CLASSIFICATION
 from shufl.protocol import AgreedNode
 from shufl.protocol.plan import Window
@@ -45,6 +46,11 @@ KEYS = [AUTHORITY.issue(Role.NODE, each.name, users=each.users) for each in AGRE
 Here = functools.partial(ShufflerHere, authority=AUTHORITY)
 
 SUMS = {"mixing": "sum", "accountant": "sum-central", "central_noise": 0.5}
+
+
+def optimiser_of(learning_rate=0.1, rounds=1, **keys):
+    """A server's optimiser, with these keys of `[training]`."""
+    return Optimiser(Training(learning_rate=learning_rate, **keys), rounds)
 
 
 def make_model(width):
@@ -171,8 +177,8 @@ class Run:
             settings = ServerSettings(
                 plan=self.plan, ledger=opened, make_model=self.make_model,
                 load_test=lambda: self.test,
-                measure=CLASSIFICATION.measure, score="accuracy",
-                optimiser=Optimiser("sgd", RATE), folder=self.folder, evaluate_every=1,
+                task=CLASSIFICATION,
+                optimiser=optimiser_of(RATE), folder=self.folder, evaluate_every=1,
                 checkpoint_every=1, origin={}, reproducible=False,
                 checkpoint=load_checkpoint(checkpoint) if checkpoint.exists() else None,
                 policy=self.policy(**policy),

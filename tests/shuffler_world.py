@@ -50,6 +50,8 @@ from shufl.shuffler.store.open_batches import Report
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import CHANNEL_OPTIONS, READY
+from shufl.shuffler.wire.connection import method_of
+from shufl.shuffler.wire.shuffler_pb2 import DESCRIPTOR
 from tiny_disk import fill
 
 PAYLOAD_BYTES = 100
@@ -141,6 +143,12 @@ def raw_channel(world, credentials=None, options=CHANNEL_OPTIONS):
     given = credentials or world.process.submit
     tls = grpc.ssl_channel_credentials(given.authority, given.private_key, given.certificate)
     return grpc.secure_channel(world.process.address, tls, options)
+
+
+def stub_of(service, channel):
+    """All methods of a service, each an attribute of its name."""
+    names = [method.name for method in DESCRIPTOR.services_by_name[service].methods]
+    return SimpleNamespace(**{name: method_of(channel, service, name) for name in names})
 
 
 def report(store, user, sealed, round=1, run_id="run"):

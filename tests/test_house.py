@@ -13,15 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3806,
-    "clients": 1187,
-    "deploy": 1877,
-    "learning": 3233,
+    "clients": 1175,
+    "deploy": 1853,
+    "learning": 3164,
     "protocol": 1182,
-    "results": 1361,
-    "server": 1112,
-    "shuffler": 3043,
-    "simulator": 2911,
-    "src": 1770,
+    "results": 1348,
+    "server": 1104,
+    "shuffler": 3001,
+    "simulator": 2884,
+    "src": 1778,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

@@ -59,17 +59,14 @@ class Column:
             f"write categories.{self.name}, dates.{self.name} or missing_texts, or leave it out"
         )
         if "string" in found:
-            marks = str.maketrans(",.", ".,") if decimal == "," else {}
-            texts = [str(cell).translate(marks) for cell in cells.to_pylist()]
+            marks = str.maketrans(",.", ".,")
+            texts = [str(cell) for cell in cells.to_pylist()]
+            texts = [text.translate(marks) for text in texts] if decimal == "," else texts
             wrong = ~self.missing & [not _TEXT.fullmatch(text) for text in texts]
-            commas = [texts[at].replace(",", ".") for at in np.flatnonzero(wrong & self.kept)]
-            if decimal == "." and all(map(_TEXT.fullmatch, commas)):
-                remedy = 'decimal = "," reads 0,5'
-            elif decimal == "," and all(
-                _TEXT.fullmatch(texts[at].translate(marks))
-                for at in np.flatnonzero(wrong & self.kept)
-            ):
-                remedy = f'with decimal = "," write 1,0, or list categories.{self.name}'
+            told = np.flatnonzero(wrong & self.kept)
+            if all(_TEXT.fullmatch(texts[at].translate(marks)) for at in told):
+                other = "." if decimal == "," else ","
+                remedy = f'decimal = "{other}" reads 0{other}5'
             self.refuse(wrong, must, remedy)
             array = np.array([float(text) if _TEXT.fullmatch(text) else 0.0 for text in texts])
         else:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from shufl.learning import load_tensors, save_tensors
-from shufl.learning.config import DATASETS, FEATURES
+from shufl.learning import load_tensors
+from shufl.learning.config import FEATURES
 from shufl.learning.data.datasets import Dataset, cache_folder, dataset_digest, load_dataset
 from shufl.learning.data.files import RecordFile
 from shufl.learning.tasks import wrong_tensor
@@ -69,15 +69,10 @@ def check_digest(dataset: str | RecordFile, features: str | None, digest: str | 
         ConfigError: the data differ.
     """
     if digest and digest != data_digest(dataset, features):
-        if features in (None, *FEATURES) and (dataset in DATASETS or not isinstance(dataset, str)):
-            raise ConfigError(
-                f"data.dataset {dataset} has changed since the run began: its file must stay as it "
-                "is, and be the same on every machine"
-            )
         own = "" if features is None else f", or data.features {features},"
         raise ConfigError(
             f"data.dataset {dataset}{own} differs between calls: it must be the same at every call "
-            "(seed its random numbers, as those of a split, and change no file that it reads)"
+            "and on every machine (seed random numbers, as of a split, and change no file)"
         )
 
 
@@ -183,9 +178,9 @@ def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
             raise OSError(f"{free / 1e9:.2g} GB are free")
         tensors = _compute(dataset, name, shape)
         with whole_file(path, shared=True) as file:
-            save_tensors(tensors, file)
+            torch.save(tensors, file)
         return torch.load(path, mmap=True, weights_only=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch makes the one of the other
         raise ConfigError(
             f"data.features {name} needs {size / 1e9:.2g} GB in {path.parent}, which "
             f"XDG_CACHE_HOME can change: {one_line(error)}"

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
-from shufl.learning.config_section import Section
 from shufl.learning.data.person_ids import looks, number_users, spelt, where
-from shufl.protocol.validation import ConfigError, Count
+from shufl.protocol.validation import ConfigError, Count, Record
 
 if TYPE_CHECKING:
     import pyarrow
@@ -69,7 +68,7 @@ class CsvForm(NamedTuple):
 COMMAS = CsvForm()
 
 
-class RecordFile(Section):
+class RecordFile(Record):
     """The table `[data.dataset]` of a configuration: a file, and what its columns are.
 
     You state classes and scaling here: nothing would protect them if they were estimated from

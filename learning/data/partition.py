@@ -279,27 +279,17 @@ def load_partition(data: Data, seed: int) -> Partition:
     return deal(loaded.train_labels.numpy(), owners, data, seed)
 
 
-@dataclass(frozen=True)
-class LoadUsers:
-    """Gives access to the records of all users, dealt as `load_partition` says; picklable.
+def load_users(data: Data, seed: int, digest: str | None = None) -> PartitionedRecords:
+    """The records of all users, dealt as `load_partition` says.
 
-    Attributes:
+    Args:
         data: with users and partition decided.
         seed: of the partition.
         digest: of the data in the process where the run began; see `check_digest`.
+
+    Raises:
+        ConfigError: this process has other data.
     """
-
-    data: Data
-    seed: int
-    digest: str | None = None
-
-    def __call__(self) -> PartitionedRecords:
-        """The records.
-
-        Raises:
-            ConfigError: this process has other data.
-        """
-        data = self.data
-        check_digest(data.dataset, data.features, self.digest)
-        dataset = load_records(data.dataset, data.features)
-        return PartitionedRecords(dataset, load_partition(data, self.seed))
+    check_digest(data.dataset, data.features, digest)
+    dataset = load_records(data.dataset, data.features)
+    return PartitionedRecords(dataset, load_partition(data, seed))

@@ -41,14 +41,7 @@ def allocated(key: bytes, round: int, users: np.ndarray, every: int) -> np.ndarr
     Returns:
         Bool of shape (u,).
     """
-    block, place = divmod(round - 1, every)
-    chosen = np.zeros(len(users), dtype=bool)
-    for start in range(0, int(users.max(initial=-1)) + 1, _AT_ONCE):
-        here = np.flatnonzero((users >= start) & (users < start + _AT_ONCE))
-        if here.size:
-            own = users[here] - start
-            chosen[here] = _drawn(key, block, start, int(own.max()) + 1, every)[own] == place
-    return chosen
+    return np.isin(users, all_allocated(key, round, int(users.max(initial=-1)) + 1, every))
 
 
 def all_allocated(key: bytes, round: int, users: int, every: int) -> np.ndarray:

@@ -42,23 +42,14 @@ class SeededRandomness:
     """
 
     def __init__(self, seed: int):
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed must lie in [0, 2^63), got {seed}")
         self._seed = seed
 
     def check_ins(self, round: int, users: np.ndarray, rate: float) -> np.ndarray:
-        """User u's coin is the u-th uniform of the round's stream, whoever else is asked.
-
-        The coins of the ids between these users are drawn too, and no others.
-        """
-        if len(users) == 0:
-            return np.zeros(0, dtype=bool)
-        block = int(users.min()) // 4  # Philox makes four at a time
-        uniforms = self._stream(_COIN, round, block).random(int(users.max()) + 1 - 4 * block)
-        return np.asarray(uniforms[users - 4 * block] < rate)
+        """By the coins of `checked_in`, whoever else is asked."""
+        return np.isin(users, self.checked_in(round, int(users.max(initial=0)) + 1, rate))
 
     def checked_in(self, round: int, users: int, rate: float) -> np.ndarray:
-        """By the coins of `check_ins`."""
+        """User u's coin is the u-th uniform of the round's stream."""
         uniforms = self._stream(_COIN, round).random
         return _places_of(lambda size: uniforms(size) < rate, users)
 
@@ -107,9 +98,9 @@ class SeededRandomness:
             _make_normals(words, part)
         return normals
 
-    def _stream(self, purpose: int, round: int, block: int = 0) -> np.random.Generator:
+    def _stream(self, purpose: int, round: int) -> np.random.Generator:
         key = np.array([self._seed, (purpose << 32) | round], dtype=np.uint64)
-        return np.random.Generator(np.random.Philox(key=key, counter=block))
+        return np.random.Generator(np.random.Philox(key=key))
 
 
 class SystemRandomness:

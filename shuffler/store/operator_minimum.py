@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
 from shufl.protocol.plan import Plan
 from shufl.protocol.plan_fields import Blankets, Rounds
-from shufl.protocol.validation import Count, NotNegative
+from shufl.protocol.validation import Count, NotNegative, Record
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 
-class Floor(BaseModel):
+class Floor(Record):
     """No run is created, and no round opened, with less privacy than this.
 
     Attributes:
@@ -19,8 +17,6 @@ class Floor(BaseModel):
         least_sum_noise: the least noise, in clip norms, of a sum of the fewest users of a batch.
         most_rounds: how many rounds a run may have; None: any number.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     least_blankets: Blankets = 0.0
     least_batch: Count = 1

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -41,11 +41,9 @@ class Connection:
         `timeout` is the longest wait in seconds for one answer.
 
         Raises:
-            ValueError: the address is malformed, or the timeout not positive.
+            ValueError: the address is malformed.
         """
         host, port, _ = parse_address(check_address(address))
-        if not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
         self.address = join_address(host, port)
         self.timeout = timeout
         self._credentials = credentials
@@ -123,24 +121,15 @@ class Connection:
         return ShufflerUnavailable(f"shuffler at {self.address} does not answer: {details}")
 
 
-class Stub:
-    """A service's methods over a channel, each an attribute of its name, as generated code has."""
-
-    def __init__(
-        self, service: Literal["Intake", "Control", "Record"], channel: grpc.Channel
-    ) -> None:
-        about = DESCRIPTOR.services_by_name[service]
-        for method in about.methods:
-            make = channel.unary_stream if method.server_streaming else channel.unary_unary
-            call = make(
-                f"/{about.full_name}/{method.name}",
-                request_serializer=GetMessageClass(method.input_type).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
-            setattr(self, method.name, call)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the service has no method {name}")
+def method_of(channel: grpc.Channel, service: str, name: str) -> Any:
+    """A method of one of the shuffler's services over a channel, as generated code has it."""
+    about = DESCRIPTOR.services_by_name[service].methods_by_name[name]
+    make = channel.unary_stream if about.server_streaming else channel.unary_unary
+    return make(
+        f"/{about.containing_service.full_name}/{name}",
+        request_serializer=GetMessageClass(about.input_type).SerializeToString,
+        response_deserializer=GetMessageClass(about.output_type).FromString,
+    )
 
 
 class Retries:

@@ -13,7 +13,7 @@ import grpc
 from shufl.shuffler.credentials import AnyCredentials
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import MAX_REPORT_BYTES
-from shufl.shuffler.wire.connection import Connection, Retries, Stub
+from shufl.shuffler.wire.connection import Connection, Retries, method_of
 from shufl.shuffler.wire.errors import (
     Closed,
     Outcome,
@@ -157,10 +157,9 @@ class ControlClient(Connection):
 
     def _release(self, run_id: str, round: int) -> Iterator[bytes]:
         """The reports that one call brings."""
-        stub = Stub("Control", self.connected())
         request = shuffler_pb2.ReleaseRequest(run_id=run_id, round=round)
         with self.errors():
-            call = stub.Release(request)
+            call = method_of(self.connected(), "Control", "Release")(request)
         pieces = bytearray()
         try:
             while True:
@@ -217,7 +216,7 @@ class ControlClient(Connection):
     ) -> Any:
         retries: Retries | None = None
         while True:
-            method = getattr(Stub("Control", self.connected()), name)
+            method = method_of(self.connected(), "Control", name)
             try:
                 with self.errors():
                     return method(request, timeout=timeout or self.timeout)
@@ -230,16 +229,16 @@ class RecordClient(Connection):
     """Fetches the public record. Any certificate of the shuffler's authority will do."""
 
     def entries(self) -> Iterator[str]:
-        """All entries, as JSON, from the first on; `shuffler.record.verify` checks them.
+        """All entries, as JSON, from the first on; `shuffler.public_record.verify` checks them.
 
         Raises:
             ShufflerUnavailable: if the shuffler does not answer.
         """
-        stub, first = Stub("Record", self.connected()), 0
+        entries, first = method_of(self.connected(), "Record", "Entries"), 0
         while True:
             with self.errors():
                 request = shuffler_pb2.EntriesRequest(first=first)
-                found = stub.Entries(request, timeout=self.timeout).entries
+                found = entries(request, timeout=self.timeout).entries
             if not found:
                 return
             yield from found

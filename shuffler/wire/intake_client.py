@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.channel import MAX_REPORT_BYTES, MOST_TOGETHER, PIECE_BYTES
-from shufl.shuffler.wire.connection import Connection, Retries, Stub
+from shufl.shuffler.wire.channel import MOST_TOGETHER, PIECE_BYTES
+from shufl.shuffler.wire.connection import Connection, Retries, method_of
 from shufl.shuffler.wire.errors import (
     Refusal,
     ShufflerError,
@@ -57,8 +57,8 @@ class IntakeClient(Connection):
             asked = time.monotonic()
             try:
                 with self.errors():
-                    stub = Stub("Intake", self.connected())
-                    reply = stub.Agree(request, timeout=self.timeout)
+                    agree = method_of(self.connected(), "Intake", "Agree")
+                    reply = agree(request, timeout=self.timeout)
                 if reply.commitment != header.commitment:
                     return None
                 confirmed = dataclasses.replace(header, nonce=reply.nonce)
@@ -96,10 +96,7 @@ class IntakeClient(Connection):
             ShufflerUnavailable: if the shuffler is not there until the deadline. Reports without a
                 verdict count as lost, though they may be in the batch; submitting them again is
                 harmless.
-            ValueError: if a report is longer than any shuffler takes, or the deadline not positive.
         """
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline must be positive, got {deadline}")
         submission = _Submission(self, header, deadline)
         try:
             yield from submission.verdicts(reports)
@@ -191,10 +188,6 @@ class _Submission:
         held: list[bytes] = []
         for user, sealed in reports:
             length = len(sealed)
-            if length > MAX_REPORT_BYTES:
-                raise ValueError(
-                    f"a sealed report has at most {MAX_REPORT_BYTES} bytes, got {length}"
-                )
             alone = isinstance(user, range) or length > PIECE_BYTES
             room = len(held) < MOST_TOGETHER and length * (len(held) + 1) <= PIECE_BYTES
             if held and (alone or not room or length != len(held[0])):
@@ -214,8 +207,8 @@ class _Submission:
         if self._until is not None:
             left = min(left, self._until - time.monotonic())
         with self._client.errors():
-            stub = Stub("Intake", self._client.connected())
-            return stub.Submit.future(request, timeout=max(left, 0.0))
+            submit = method_of(self._client.connected(), "Intake", "Submit")
+            return submit.future(request, timeout=max(left, 0.0))
 
     def _answered(self) -> list[Verdict]:
         """Waits for the oldest call; if it was its message's last, the verdicts on that."""

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
@@ -19,12 +18,14 @@ from flwr.serverapp import Grid, ServerApp
 
 from shufl import clients, server
 from shufl.clients import ClientSettings, make_client_app
+from shufl.learning.config import Config
 from shufl.learning.from_config import check_model_size
 from shufl.learning.your_code import one_line
 from shufl.protocol.mechanisms import seed_of_shuffler
 from shufl.protocol.text import logs_to
 from shufl.protocol.validation import ConfigError
 from shufl.results.engine_interface import EngineFailed
+from shufl.results.experiment import Experiment
 from shufl.server import (
     NodeFailed,
     Observe,
@@ -35,14 +36,10 @@ from shufl.server import (
     TrainingSettings,
 )
 from shufl.shuffler import ShufflerProcess
-from shufl.simulator.engines import check_draws, keep_freed_memory
+from shufl.simulator.engines import keep_freed_memory
 from shufl.simulator.engines.flower_worker import leased, simulated_device
 from shufl.simulator.engines.ray_cluster import check_cpus, running_ray
 from shufl.vendor_internals import run_simulation
-
-if TYPE_CHECKING:
-    from shufl.learning.config import Config
-    from shufl.results.experiment import Experiment
 
 _START_SECONDS = 600.0  # for nodes to start and load their data, at least
 _GRACE_SECONDS = 5.0  # for nodes still at work when the ServerApp has ended
@@ -76,7 +73,6 @@ class FlowerEngine:
                 f"got {simulation.nodes}"
             )
         check_model_size(config, parameters)
-        check_draws(config)
         check_cpus("simulation.cpus_per_node", simulation.cpus_per_node)
 
     def run(
@@ -125,7 +121,6 @@ class FlowerEngine:
         `ledgers` is the folder of the simulated devices' ledgers.
         """
         experiment, simulation = self._experiment, self._experiment.config.simulation
-        check_cpus("simulation.cpus_per_node", simulation.cpus_per_node)
         for carried in experiment.carried:  # Flower sends its app with every message
             carried.put_in_ray()
         settings = ServerSettings(

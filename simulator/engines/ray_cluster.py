@@ -12,16 +12,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest import mock
 
+from shufl.learning.config import Config
 from shufl.learning.your_code import one_line
 from shufl.protocol.text import logs_to
 from shufl.protocol.validation import ConfigError
 from shufl.results.engine_interface import EngineFailed
-
-if TYPE_CHECKING:
-    from shufl.learning.config import Config
 
 NO_GPU = 'simulation.device must be "cpu" in this Ray, which has no GPU, got "cuda"'
 

@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +16,17 @@ from torch import nn
 
 from shufl.accounting import PrivacyPlan
 from shufl.learning import ModuleState
-from shufl.learning.config import VectorisedKeys
+from shufl.learning.config import Simulation
 from shufl.learning.data.partition import PartitionedRecords
 from shufl.learning.model_trial import exact_float32
 from shufl.learning.parameters import frozen_digest, load_sent
 from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import LdpSgd, make_randomness, seed_of_shuffler, to_normals
+from shufl.results.experiment import ShufflerOf
 from shufl.server import RoundFailed
 from shufl.simulator.engines import keep_freed_memory
 from shufl.simulator.engines.gradient_forms import Clipping, RandomSides
 from shufl.simulator.engines.user_gradients import Computation, clipped_sum_of_updates, ready_for
-
-if TYPE_CHECKING:
-    from shufl.results.experiment import ShufflerOf
 
 _NUMBERS_AT_ONCE = 2**20  # of noise, to be summed
 
@@ -61,7 +59,7 @@ class VectorisedSettings:
     computation: Computation
     seed: int | None
     shuffler_of: ShufflerOf
-    keys: VectorisedKeys
+    keys: Simulation
     chunk: int
     frozen: str
 

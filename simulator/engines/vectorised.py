@@ -11,13 +11,12 @@ import math
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
-from shufl.learning.config import VectorisedKeys
+from shufl.learning.config import Config, Simulation
 from shufl.learning.parameters import frozen_digest, sent
 from shufl.learning.your_code import CODE_ERRORS, one_line
 from shufl.protocol.mechanisms import (
@@ -28,6 +27,7 @@ from shufl.protocol.mechanisms import (
 )
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.validation import ConfigError
+from shufl.results.experiment import Experiment
 from shufl.server import (
     MOST_IN_VAIN,
     Aggregate,
@@ -39,7 +39,6 @@ from shufl.server import (
     Training,
     TrainingSettings,
 )
-from shufl.simulator.engines import check_draws
 from shufl.simulator.engines.report_sum import (
     ReportSum,
     SumReports,
@@ -47,10 +46,6 @@ from shufl.simulator.engines.report_sum import (
     sizes_to_try,
 )
 from shufl.simulator.engines.user_gradients import Computation, Method, fastest_method, usual_chunk
-
-if TYPE_CHECKING:
-    from shufl.learning.config import Config
-    from shufl.results.experiment import Experiment
 
 _SILENCE = 0x5113  # makes the draws of absent users independent of all others of the same seed
 
@@ -93,7 +88,6 @@ class VectorisedEngine:
     def check(config: Config, parameters: int) -> None:
         """Refuses a plan that this engine cannot play, and a device or Ray workers it lacks."""
         keys, privacy = config.simulation, config.privacy
-        check_draws(config)
         if (aggregator := config.training.aggregator) != "mean":
             raise ConfigError(
                 "training.aggregator must be mean with engine vectorised, which has the sum of a "
@@ -138,7 +132,7 @@ class VectorisedEngine:
         return ray_workers(self.settings, records, folder / "ray.log", stop)
 
 
-def _method(experiment: Experiment, keys: VectorisedKeys) -> tuple[Method, int]:
+def _method(experiment: Experiment, keys: Simulation) -> tuple[Method, int]:
     """The fastest way to compute users' gradients, and how many records it takes at once, about.
 
     Raises:
@@ -229,7 +223,7 @@ class VectorisedRounds:
         plan, seed = self._settings.plan, self._settings.seed
         if plan.participation == "check-in":
             return self._randomness.checked_in(round, plan.users, plan.check_in_rate)
-        assert seed is not None  # by `check_draws`
+        assert seed is not None  # by `prepare_simulation`
         key = simulated_allocation_key(seed)
         return all_allocated(key, round, plan.users, plan.every)
 

@@ -15,10 +15,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from shufl.learning.config import Config, dumps, load, read_named
-from shufl.learning.config_section import Section
 from shufl.learning.given_objects import placeholders, with_objects
 from shufl.learning.your_code import Carried
-from shufl.protocol.validation import ConfigError
+from shufl.protocol.validation import ConfigError, Record
 from shufl.protocol.validation import shown as shown_given
 
 Value = Annotated[bool | int | float | str, Field(description="numbers, or words")]
@@ -27,7 +26,7 @@ Settings = dict[str, Any]
 """Values by `section.key`, as `shufl run --set` takes them."""
 
 
-class Series(Section):
+class Series(Record):
     """A line of the plot.
 
     Attributes:
@@ -52,7 +51,7 @@ class Series(Section):
     )
 
 
-class Grid(Section):
+class Grid(Record):
     """A grid of runs; `load_grid` reads it.
 
     Attributes:

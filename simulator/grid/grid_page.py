@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from shufl.accounting import ACCOUNTANTS
 from shufl.learning.config import values_of
 from shufl.protocol.files import write_whole
 from shufl.protocol.text import rounded_down, rounded_up
-from shufl.protocol.validation import first_mistake
 from shufl.results.plain_words import stated
 from shufl.results.plots import draw
 from shufl.results.run_page import Part, Table, image, origin, render, what_trained
@@ -55,10 +53,7 @@ def keep_grid(grid: Grid, folder: Path, failed: dict[str, str]) -> None:
 def page_of_grid(folder: Path) -> str:
     """The page of an experiment's folder in `results`."""
     stored = json.loads((folder / "grid.json").read_bytes())
-    try:
-        grid = Grid.model_validate_json(json.dumps(stored["grid"]))
-    except ValidationError as error:
-        raise ValueError(f"{folder / 'grid.json'}: {first_mistake(error, Grid)}") from None
+    grid = Grid.checked(folder / "grid.json", stored["grid"])
     points = grid.points()
     results = finished(points, folder)
     plot = image(plot_results, grid, [result for _, result in results]) if results else ""

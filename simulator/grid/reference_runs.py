@@ -25,7 +25,8 @@ from shufl.learning.tasks import CLASSIFICATION, Task
 from shufl.learning.your_code import your_code
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.validation import ConfigError
-from shufl.results.experiment import optimiser, prepare_simulation
+from shufl.results.experiment import prepare_simulation
+from shufl.server import Optimiser
 from shufl.simulator.engines.gradient_forms import Clipping
 from shufl.simulator.engines.report_sum import cut
 from shufl.simulator.engines.user_gradients import clipped_sum_of_updates, ready_for
@@ -76,7 +77,7 @@ class Reference:
                 f", got {form.task}"
             )
         self._model = model_maker(config, form)().to(config.simulation.device).train()
-        self._optimiser = optimiser(config, privacy.rounds)
+        self._optimiser = Optimiser(config.training, privacy.rounds)
         size = -(-records // max(1, round(1 / privacy.check_in_rate)))
         # What Opacus may wrap: model, optimiser, loss and batches.
         self._network: Any = self._model
@@ -221,7 +222,7 @@ class UserReference:
     def train(self) -> dict[str, Any]:
         """Trains; see `Trainer`."""
         experiment, plan = self._experiment, self._experiment.plan
-        ours = optimiser(experiment.config, plan.rounds)
+        ours = Optimiser(experiment.config.training, plan.rounds)
         device = experiment.config.simulation.device
         model = ready_for(self._engine.gradients, experiment.make_model(), device)
         stepper, average = ours.build(model), ours.average_of(model)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -194,10 +195,10 @@ def run(
         KeyboardInterrupt: a signal ended the run in order; `resume` goes on with it.
     """
     if not isinstance(config, Mapping):
-        config = Path(config)
+        config = _path("config", config)
     if not (changes is None or isinstance(changes, Mapping)):
         raise ConfigError(f"changes must be a dict of values by section.key, got {changes!r}")
-    changes, runs = dict(changes or {}), Path(runs)
+    changes, runs = dict(changes or {}), _path("runs", runs)
     _check_on_round(on_round)
     folder = config.parent if isinstance(config, Path) else Path()
     make_importable([folder, Path.cwd()])
@@ -242,7 +243,7 @@ def resume(
         EngineFailed, RoundFailed, ShufflerError, TimeoutError, KeyboardInterrupt: as for `run`.
     """
     objects = carried(dataset, features, task, model, algorithm, aggregator)
-    folder = Path(folder)
+    folder = _path("folder", folder)
     make_importable([Path.cwd()])
     config = with_objects(config_of(folder), objects)
     _check_on_round(on_round)
@@ -286,7 +287,7 @@ def load_run(
             rounds.
     """
     objects = carried(dataset, features, task, model, algorithm, aggregator)
-    folder = Path(folder).absolute()
+    folder = _path("folder", folder).absolute()
     make_importable([Path.cwd()])
     config = with_objects(config_of(folder), objects)
     ledger, rows = read_run(folder)
@@ -361,10 +362,10 @@ def grid(
     """
     objects = carried(dataset, features, task, model, algorithm, None)
     if not isinstance(source, Mapping):
-        make_importable([Path(source).parent])
+        make_importable([_path("source", source).parent])
         source = str(source)
     make_importable([Path.cwd()])
-    results = Path(results)
+    results = _path("results", results)
     if over is not None:
         name, asked = grid_over(source, over, seeds, dict(changes or {}), objects)
     elif objects or changes or isinstance(source, Mapping):
@@ -376,6 +377,13 @@ def grid(
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(found) + len(failed)} runs failed, see {page}")
     return varying_first(found, list(over or ("series", "value")))
+
+
+def _path(argument: str, given: Any) -> Path:
+    """A path that an argument gives; refuses what is none."""
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"{argument} must be a path, got {given!r}")
+    return Path(given)
 
 
 def _train(run: Run, on_round: OnRound | None) -> RunResult:

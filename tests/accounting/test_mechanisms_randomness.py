@@ -199,11 +199,6 @@ def test_all_orders_of_records_are_equally_likely_and_epochs_independent(randomn
     assert record_orders(seeds[:4], 2, 1).tolist() == [[[0]] * 4] * 2
 
 
-def test_a_seed_out_of_range_is_refused():
-    with pytest.raises(ValueError, match=r"seed must lie in \[0, 2\^63\), got -1"):
-        make_randomness(-1)
-
-
 def test_who_is_checked_in_is_who_the_coins_say():
     """Over several blocks, the last one short."""
     users, rate = 600_001, 0.01

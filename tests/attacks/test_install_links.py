@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files
 @pytest.fixture
 def site(tmp_path):
     """A node's folder that was installed, and, outside of it, what is root's."""
-    example = Deployment.read(DEPLOY / "example" / "deployment.toml")
+    example = Deployment.of_file(DEPLOY / "example" / "deployment.toml")
     provision(example, DEPLOY / "example", tmp_path, lambda name, key: True, in_place=True)
     site = tmp_path / "ward-1"
     (site / ".venv").mkdir()

@@ -10,14 +10,13 @@ import grpc
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import ShufflerHere, Silence, World, raw_channel
+from shuffler_world import ShufflerHere, Silence, World, raw_channel, stub_of
 from shufl.shuffler import IntakeClient, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.config import Limits
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.connection import Stub
 
 NODES = 6
 DEFAULTS = Limits()
@@ -87,7 +86,7 @@ def test_nodes_with_junk_do_not_hold_all_long_reports(pieces):
                 if stop.is_set():
                     return
                 with suppress(grpc.RpcError):  # too many
-                    Stub("Intake", channel).Submit(
+                    stub_of("Intake", channel).Submit(
                         shuffler_pb2.SubmitRequest(
                             run_id="run", round=1, commitment=header.commitment, users=[0],
                             sealed=bytes(PIECE_BYTES), length=LENGTH, upload=upload,

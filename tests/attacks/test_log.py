@@ -8,11 +8,10 @@ from collections import Counter
 import grpc
 import pytest
 
-from shuffler_world import World, raw_channel
+from shuffler_world import World, raw_channel, stub_of
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.service.log import LINES_PER_MINUTE
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.connection import Stub
 
 CALLS = 5 * LINES_PER_MINUTE
 REFUSED = "call without the right credential refused"
@@ -30,7 +29,7 @@ def test_strangers_are_no_line_and_a_refused_node_in_a_loop_some_and_one_that_co
         assert [json.loads(line)["event"] for line in log.open()] == ["shuffler started"]
         world = World(process)
         with raw_channel(world) as channel:
-            stub = Stub("Control", channel)
+            stub = stub_of("Control", channel)
             request = shuffler_pb2.EndRunRequest(run_id="run")
             for refused in [stub.EndRun.future(request) for _ in range(CALLS)]:
                 assert refused.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -66,7 +66,7 @@ def test_a_file_that_has_changed_is_read_again(place):
 
 def test_a_process_that_finds_another_file_says_so(place):
     about = configuration()["data"]["dataset"] | {"file": str(place / "v.csv")}
-    with pytest.raises(ConfigError, match=r"v.csv has changed since the run began: its file must"):
+    with pytest.raises(ConfigError, match=r"v.csv differs between calls: it must be the same"):
         check_digest(RecordFile.checked("it", about), None, "0" * 64)
 
 

@@ -25,7 +25,7 @@ from shufl.learning.config import Data, load
 from shufl.learning.data import features
 from shufl.learning.data.datasets import load_dataset
 from shufl.learning.data.features import data_digest
-from shufl.learning.data.partition import LoadUsers
+from shufl.learning.data.partition import load_users
 from shufl.protocol.validation import ConfigError
 from shufl.results.run import Run
 from shufl.server import CheckpointError
@@ -169,12 +169,11 @@ def test_records_and_features_of_one_process_are_refused_in_another(place):
     for what in (("blobs:split_at_random", None), ("blobs:blobs", "blobs:projected")):
         here = data_digest(*what)
         data = Data(dataset=what[0], features=what[1], users=100, partition="iid")
-        load = LoadUsers(data, 1, here)
-        load()
+        load_users(data, 1, here)
         load_dataset.cache_clear()
         del sys.modules["blobs"]
         with pytest.raises(ConfigError, match="differs between calls") as error:
-            load()
+            load_users(data, 1, here)
         assert all(name in str(error.value) for name in what if name)
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from server_world import optimiser_of
 from shufl import clients, server
 from shufl.learning import evaluate
 from shufl.learning.tasks import CLASSIFICATION
-from shufl.server import Checkpoint, CheckpointError, Optimiser, load_checkpoint, read_checkpoint
+from shufl.server import Checkpoint, CheckpointError, load_checkpoint, read_checkpoint
 
 
 def test_evaluation_counts_every_record_across_batches(device):
@@ -32,11 +33,12 @@ _OPTIMISERS = """
 import copy, sys
 import torch
 from shufl.server import Optimiser
-from shufl.learning.config import Optimisers
+from shufl.learning.config import Optimisers, Training
 
 first, found = torch.nn.Linear(3, 2), {}
 for name in Optimisers.__args__:
-    model, optimiser = copy.deepcopy(first), Optimiser(name, averaging=0.5)
+    keys = Training(optimiser=name, learning_rate=0.1, averaging=0.5)
+    model, optimiser = copy.deepcopy(first), Optimiser(keys, 1)
     stepper, average = optimiser.build(model), optimiser.average_of(model)
     for step in range(3):
         optimiser.step(stepper, model, torch.arange(8.0).numpy(), step + 1)
@@ -48,7 +50,7 @@ assert "torch._dynamo" not in sys.modules
 kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
 for name in found:
     model = copy.deepcopy(first)
-    stepper = kinds[name](model.parameters(), lr=optimiser.learning_rate)
+    stepper = kinds[name](model.parameters(), lr=keys.learning_rate)
     for step in range(3):
         model.weight.grad, model.bias.grad = torch.arange(6.0).view(2, 3), torch.arange(6.0, 8.0)
         stepper.step()
@@ -94,8 +96,7 @@ def test_no_field_of_a_policy_can_be_forgotten(policy):
 def test_the_learning_rate_falls_to_zero_behind_the_last_round():
     rates = {
         schedule: [
-            Optimiser("sgd", 2.0, schedule=schedule, rounds=4).learning_rate_at(k)
-            for k in range(1, 6)
+            optimiser_of(2.0, rounds=4, schedule=schedule).learning_rate_at(k) for k in range(1, 6)
         ]
         for schedule in ("constant", "linear", "cosine")
     }
@@ -106,8 +107,8 @@ def test_the_learning_rate_falls_to_zero_behind_the_last_round():
 
 def test_the_average_follows_the_models_with_its_decay():
     model = nn.Linear(1, 1, bias=False)
-    average = Optimiser(averaging=0.75).average_of(model)
-    assert Optimiser().average_of(model) is None
+    average = optimiser_of(averaging=0.75).average_of(model)
+    assert optimiser_of().average_of(model) is None
     for weight in (8.0, 4.0, 0.0):
         nn.init.constant_(model.weight, weight)
         average.update_parameters(model)

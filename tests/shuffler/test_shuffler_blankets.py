@@ -17,7 +17,7 @@ from scipy import stats
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import logged, raw_channel, refusal
+from shuffler_world import logged, raw_channel, refusal, stub_of
 from shufl.protocol.mechanisms import (
     GaussianMechanism,
     SeededRandomness,
@@ -41,7 +41,6 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.connection import Stub
 from tiny_disk import fill
 
 DIMENSION = 40
@@ -223,7 +222,7 @@ def test_closing_waits_until_the_blankets_are_made_and_ending_does_not(here, mon
 
 def answers(world, reports):
     """Every message that the server gets in a round, but for the sealed reports themselves."""
-    stub = Stub("Control", raw_channel(world, world.process.control))
+    stub = stub_of("Control", raw_channel(world, world.process.control))
     pb = shuffler_pb2
     found = [stub.CreateRun(pb.CreateRunRequest(run_id="run", plan=plan(), report_bytes=LENGTH))]
     opening = pb.OpenRoundRequest(

@@ -9,13 +9,12 @@ import grpc
 import pytest
 
 from run_world import LIMIT, wait_until
-from shuffler_world import ACCEPTED, Relay, in_release, raw_channel
+from shuffler_world import ACCEPTED, Relay, in_release, raw_channel, stub_of
 from shufl.shuffler import IntakeClient, ShufflerError, ShufflerUnavailable, Verdict
 from shufl.shuffler.callers import Role
 from shufl.shuffler.keys import Authority
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.connection import Stub
 
 IDLE = 2.0  # less, and a busy machine is idle
 ENDED = 'shufl_refusals_total{reason="IDLE"}'
@@ -60,7 +59,7 @@ def test_a_node_that_does_not_take_its_answers_keeps_only_itself_out(here):
         unknown = 'shufl_reports_total{verdict="UNKNOWN_RUN"}'
         wait_until(lambda: world.process.scrape()[unknown] == 400, LIMIT, "both calls")
         with raw_channel(world, deaf) as again, pytest.raises(grpc.RpcError) as refused:
-            Stub("Intake", again).Submit(junk, timeout=LIMIT)
+            stub_of("Intake", again).Submit(junk, timeout=LIMIT)
         assert refused.value.details().startswith("BUSY")
         assert world.submit(header, world.reports(header, 1)) == [Verdict.ACCEPTED]
         assert [len(next(call).verdicts) for call in calls] == [200, 200]

@@ -9,13 +9,12 @@ import pytest
 
 from nights import by_night
 from run_world import LIMIT, peak_bytes
-from shuffler_world import SUMS, open_batches, raw_channel
+from shuffler_world import SUMS, open_batches, raw_channel, stub_of
 from shufl.shuffler import IntakeClient, Outcome, Verdict, message_length
 from shufl.shuffler.store import batch
 from shufl.shuffler.store.batch import Batch
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.connection import Stub
 
 FEW = 1e-20  # blankets: two are made, and none is kept
 
@@ -103,7 +102,7 @@ def test_a_report_in_too_few_or_too_many_pieces_has_the_wrong_length(shared, mor
     length, run = 3 * PIECE_BYTES, f"{more} more"
     header = shared.begin(run, report_bytes=length, users=1)
     with raw_channel(shared) as channel:
-        assert set(send(Stub("Intake", channel), header, length + more)) == {Verdict(verdict)}
+        assert set(send(stub_of("Intake", channel), header, length + more)) == {Verdict(verdict)}
     again = shared.submit(header, [(0, bytes(length))])
     assert again == [Verdict.DUPLICATE if verdict == 1 else Verdict.ACCEPTED]
     assert shared.released(header) == [bytes(length)]
@@ -118,7 +117,7 @@ def test_long_reports_of_several_runs_at_once_go_where_they_belong(here):
         for start in range(0, length, PIECE_BYTES):
             for upload, (header, user) in enumerate(sent):
                 request = piece(header, length, start, user, upload)
-                verdicts[upload] += Stub("Intake", channel).Submit(request).verdicts
+                verdicts[upload] += stub_of("Intake", channel).Submit(request).verdicts
     names = [{Verdict(each).name for each in found} for found in verdicts]
     taken, twice = {"ACCEPTED"}, {"DUPLICATE"}
     assert names == [taken, twice, taken, taken, taken, {"BAD_SENDER"}]

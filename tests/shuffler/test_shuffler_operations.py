@@ -25,6 +25,7 @@ from shuffler_world import (
     logged,
     plan,
     raw_channel,
+    stub_of,
 )
 from shufl.shuffler import (
     ControlClient,
@@ -36,7 +37,6 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.service import grpc_server
 from shufl.shuffler.wire import shuffler_pb2
-from shufl.shuffler.wire.connection import Stub
 
 
 def test_metrics_count_reasons_and_the_log_names_nobody(here, tmp_path):
@@ -144,7 +144,7 @@ def test_a_message_with_more_reports_than_a_client_sends_at_once_is_refused(shar
         return shuffler_pb2.SubmitRequest(run_id="many", users=users, sealed=bytes(number))
 
     with raw_channel(shared) as channel:
-        stub = Stub("Intake", channel)
+        stub = stub_of("Intake", channel)
         assert len(stub.Submit(message(256), timeout=LIMIT).verdicts) == 256
         with pytest.raises(grpc.RpcError, match="must have at most 256 reports") as ended:
             stub.Submit(message(257), timeout=LIMIT)
@@ -198,7 +198,7 @@ def test_any_well_formed_request_gets_its_verdicts_and_any_other_is_refused(
         request_.commitment = header.commitment
     due = verdicts_due(request_)
     try:
-        verdicts = Stub("Intake", channels["Intake"]).Submit(request_, timeout=LIMIT).verdicts
+        verdicts = stub_of("Intake", channels["Intake"]).Submit(request_, timeout=LIMIT).verdicts
     except grpc.RpcError as error:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not due

@@ -91,8 +91,8 @@ def test_a_taken_port_is_refused(here, command):
     address = here().process.address
     words = f"cannot listen on {address}: Address already in use"
     line = refused(command, f'{DIRECTORY}listen = "{address}"')
-    assert line.startswith(f"shuffler: {words}")
-    assert refused(command, f'{DIRECTORY}metrics = "{address}"') == f"shuffler: metrics: {words}"
+    assert line.startswith(f"error: {words}")
+    assert refused(command, f'{DIRECTORY}metrics = "{address}"') == f"error: metrics: {words}"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_the_child_is_found_from_any_directory_and_ends_with_the_block(monkeypat
 @pytest.mark.slow
 def test_a_child_that_does_not_start_says_why(tmp_path):
     with (
-        pytest.raises(ShufflerUnavailable, match=r"exit code 2: shuffler: .*metrics only on"),
+        pytest.raises(ShufflerUnavailable, match=r"exit code 2: error: .*metrics only on"),
         ShufflerProcess(metrics="0.0.0.0:0"),
     ):
         pass

@@ -100,7 +100,7 @@ def test_a_damaged_line_is_named_in_one_line_and_nothing_is_changed(directory, h
     done = command(f'directory = "{directory}"\n')
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
-    assert f"shuffler: {file}: line 3 of the record is damaged" in done.stderr
+    assert f"error: {file}: line 3 of the record is damaged" in done.stderr
     assert file.read_bytes() == damaged
 
 
@@ -120,7 +120,7 @@ def test_a_directory_serves_one_shuffler_at_a_time(directory, command):
         RunStore(directory)
     done = command(f'directory = "{directory}"\n')
     assert done.returncode == 2
-    assert done.stderr == f"shuffler: {directory} is in use by another shuffler\n"
+    assert done.stderr == f"error: {directory} is in use by another shuffler\n"
     store.close()
     RunStore(directory).close()
 

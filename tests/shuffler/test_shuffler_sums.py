@@ -13,7 +13,7 @@ from scipy import stats
 
 import shuffler_world
 from run_world import LIMIT
-from shuffler_world import PUBLIC_KEY, SUMS, only, plan, read
+from shuffler_world import PUBLIC_KEY, SUMS, only, plan, read, stub_of
 from shufl.protocol.mechanisms import make_randomness
 from shufl.protocol.mechanisms.summed_reports import mask, masked, new_seed, signed, steps_of_sums
 from shufl.shuffler import ReportOpener, ShufflerRefused, Verdict, message_length, sealed_length
@@ -25,7 +25,6 @@ from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.store.summed_batch import SummedBatch
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import PIECE_BYTES
-from shufl.shuffler.wire.connection import Stub
 from shufl.shuffler.wire.node_seeds import seal_seed
 from shufl.shuffler.wire.seed_reader import read_seed
 
@@ -206,7 +205,7 @@ def test_one_message_of_several_users_is_in_a_message_of_its_own(shared):
         shuffler_world.raw_channel(shared) as channel,
         pytest.raises(grpc.RpcError, match="a report per user, a piece"),
     ):
-        Stub("Intake", channel).Submit(request, timeout=LIMIT)
+        stub_of("Intake", channel).Submit(request, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -292,7 +291,7 @@ def test_a_message_that_breaks_off_leaves_nothing_in_the_sum(shared):
                 request = shuffler_pb2.SubmitRequest(
                     users=[0], sealed=piece, start=start, upload=pieces, **about
                 )
-                assert not Stub("Intake", channel).Submit(request, timeout=LIMIT).verdicts
+                assert not stub_of("Intake", channel).Submit(request, timeout=LIMIT).verdicts
     assert len(batch._uploads) == 4
     assert list(shared.intake.submit(header, [(only(0), whole)])) == [Verdict.ACCEPTED]
     shared.control.close_round("cut", 1)

@@ -325,7 +325,7 @@ def test_a_configuration_of_ones_own_gets_the_plan_and_stays_as_it_is(tmp_path, 
     assert config.training.learning_rate == 0.3
     assert config.data.dataset.file == str(tmp_path / "visits.csv")
     for wrong, said in (
-        ("--users 41", "data.users must lie in [1, 40]"),
+        ("--users 41", "--users must lie in [1, 40]"),
         (f"--write {path}", "--write must be a new file"),
         ("--dimension 8", "give either --dataset or --dimension, the model's parameters, or --con"),
     ):

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import pytest
 
+import shufl
 from nights import by_night
 from rounds import with_noise
 from shufl.learning.config import DATASETS, FEATURES, dumps, load, shipped
@@ -216,3 +217,12 @@ def test_a_search_that_does_not_use_up_the_target_is_told_before_the_run():
     found = prepare(load("quickstart", [*overrides, "privacy.accountant=local"])).unused
     assert found.endswith("of 900000, and the search goes no further than noise_multiplier = 0.2")
     assert prepare(load("quickstart", ["privacy.rounds=3"])).unused is None  # nothing is searched
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [(shufl.load_run, "folder"), (shufl.resume, "folder"), (shufl.run, "config")],
+)
+def test_what_is_no_path_is_one_line(call, argument):
+    with pytest.raises(ConfigError, match=f"^{argument} must be a path, got None$"):
+        call(None)

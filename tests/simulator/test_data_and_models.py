@@ -25,8 +25,8 @@ from shufl.learning.data.datasets import (
     held_out,
     load_dataset,
 )
-from shufl.learning.data.partition import LoadUsers, deal
-from shufl.learning.models import build_model
+from shufl.learning.data.partition import deal, load_users
+from shufl.learning.models import ModelMaker
 from shufl.learning.parameters import frozen_digest, load_sent, sent
 from shufl.learning.tasks import Form
 from shufl.learning.your_code import find
@@ -233,9 +233,6 @@ def test_columns_and_lists_become_tensors(ids, dtype):
     assert given.train_features.dtype == given.test_features.dtype == dtype
     assert (given.train_features * (2 if dtype == torch.float32 else 1)).tolist() == IDS.tolist()
     assert given.test_labels.tolist() == [0, *[1] * 7]
-    records = f"records (8, 3) {dtype} with labels (8,) int64".replace("torch.", "")
-    told = f"training {records}, test {records}, 2 classes, 7 users"
-    assert repr(given) == f"<dataset for classification: {told}>"
 
 
 @pytest.mark.parametrize(
@@ -252,10 +249,8 @@ def test_what_holds_no_numbers_says_why(records, message):
         flowers(train_features=records)
 
 
-def test_what_is_no_array_is_shown_by_its_class():
-    assert "training records (dict) with labels (8,) int64, test" in repr(
-        flowers(train_features={"secret": [1.0]})
-    )
+def test_a_dataset_shows_no_record():
+    assert "secret" not in repr(flowers(train_features={"secret": [1.0]}))
 
 
 def test_a_callable_of_yours_is_a_dataset_of_tensors_arrays_and_numbers_of_numpy(monkeypatch):
@@ -440,13 +435,14 @@ def test_too_many_users_for_the_records(users, owners, scheme, message):
 
 
 def test_the_mnist_network_has_the_published_size():
-    model = build_model("small-cnn", Form((1, 28, 28), 10), seed=0)
+    model = ModelMaker("small-cnn", Form((1, 28, 28), 10), seed=0)()
     assert sum(parameter.numel() for parameter in model.parameters()) == 26_010
 
 
 def test_initial_parameters_depend_on_the_seed_only():
     torch.manual_seed(99)
-    first, again, other = (build_model("mlp", Form((1, 8, 8), 10), seed=seed) for seed in (1, 1, 2))
+    form = Form((1, 8, 8), 10)
+    first, again, other = (ModelMaker("mlp", form, seed)() for seed in (1, 1, 2))
     assert torch.equal(first[1].weight, again[1].weight)
     assert not torch.equal(first[1].weight, other[1].weight)
 
@@ -523,7 +519,7 @@ FORM = Form((1, 8, 8), 10)
 
 def built(name, **options):
     """A model of this file."""
-    return build_model(f"{__name__}:{name}", FORM, 0, options)
+    return ModelMaker(f"{__name__}:{name}", FORM, 0, options)()
 
 
 def test_any_module_and_callable_is_a_model():
@@ -596,7 +592,7 @@ def test_models_that_cannot_be_used_say_why(name, options, message):
 
 
 def test_batch_norm_of_frozen_parameters_uses_its_statistics_in_training_too():
-    model, records = build_model("task_world:Normed", Form((3,), 2), 0), torch.randn(5, 3)
+    model, records = ModelMaker("task_world:Normed", Form((3,), 2), 0)(), torch.randn(5, 3)
     copied = copy.deepcopy(model).train()
     assert torch.equal(copied(records)["logits"], model.eval()(records)["logits"])
     assert copied.layers[1].train() is copied.layers[1] is not model.layers[1]
@@ -613,7 +609,7 @@ def test_batch_norm_of_frozen_parameters_uses_its_statistics_in_training_too():
 )
 def test_names_of_no_model_for_these_records_say_why(name, message):
     with pytest.raises(ConfigError, match=message):
-        build_model(name, FORM, 0)
+        ModelMaker(name, FORM, 0)()
 
 
 def with_attribute(input_shape, classes, value):
@@ -646,7 +642,7 @@ def test_other_buffers_are_taken(value):
 
 
 def records_of(dataset, users, scheme):
-    return LoadUsers(Data(dataset=dataset, users=users, partition=scheme), seed=1)()
+    return load_users(Data(dataset=dataset, users=users, partition=scheme), seed=1)
 
 
 def test_repeated_records_are_held_by_equally_many_users_and_users_take_no_memory():

@@ -44,7 +44,7 @@ def _run_script(tmp_path: Path, folder: Path, *command: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def example():
-    return Deployment.read(DEPLOY / "example" / "deployment.toml")
+    return Deployment.of_file(DEPLOY / "example" / "deployment.toml")
 
 
 @pytest.fixture(scope="module")

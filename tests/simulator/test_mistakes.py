@@ -101,7 +101,7 @@ def test_in_a_run(refusal, changes, message):
         ("run --resume .", "a run folder has a config.toml, . has none"),
         ("rnu quickstart", "No such command 'rnu'. Did you mean 'run'?"),
         ("experiment nothing", "nothing cannot be read: No such file or directory; an exp"),
-        ("experiment digits --cpus 0", "cpus must be at least 1, got 0"),
+        ("experiment digits --cpus 0", "--cpus must be at least 1, got 0"),
         ("node --log-file /nowhere/log", "/nowhere/log: No such file or directory"),
         ("status .", "cannot read ledger ledger.jsonl: No such file or directory"),
         ("report nothing", "nothing must be a run folder, which has a plan.json, or the "),
@@ -124,8 +124,8 @@ AUDIT = "audit -n 10 --noise-multiplier 2"
     [
         ("account", "users is missing: a whole number from 1 to 10^12"),
         (HUNDRED, "check_in_rate is missing; shufl cal"),
-        (f"{HUNDRED} --check-in-rate 1.5", "check_in_rate must be a number in [1e-12, 1] or "),
-        (f"{NINE} --users many", "users must be a whole number from 1 to 10^12, got 'many'"),
+        (f"{HUNDRED} --check-in-rate 1.5", "--check-in-rate must be a number in [1e-12, 1] or "),
+        (f"{NINE} --users many", "--users must be a whole number from 1 to 10^12, got 'many'"),
         (f"{NINE} --users 1000000000001", "users must be a whole number from 1 to 10^12, got 10"),
         (f"{NINE} --users 1", "delta must be a number when there is one user"),
         (f"{NINE} --rounds 2.5", "rounds must be a whole number from 1 to 10^9 or "),
@@ -144,7 +144,7 @@ AUDIT = "audit -n 10 --noise-multiplier 2"
          "--categories 3 --local-epsilon 1 --peers",
          "--peers must be left out with mechanism randomised-response"),
         (f"{NINE} --check-in-rate 0.3 --participation allocation",
-         "check_in_rate must be one in a whole number up to 10^9, such as 0.25 or 0.1, with "
+         "--check-in-rate must be one in a whole number up to 10^9, such as 0.25 or 0.1, with "
          "participation allocation, got 0.3"),
         (f"{NINE} --shuffler-blankets inf", "a number from 0 to 10^7, got inf"),
         (f"{NINE} --shuffler-blankets least-error", "shuffler_blankets is missing; shufl calib"),
@@ -176,7 +176,7 @@ AUDIT = "audit -n 10 --noise-multiplier 2"
         (f"{COMPARED} --dimension 500 --device-megabytes 0.01",
          "--device-megabytes must be at least 0.0106"),
         (f"{COMPARED} --dataset mnist --write x.toml -n 60001",
-         "data.users must lie in [1, 60000] (60000 training records, "),
+         "--users must lie in [1, 60000] (60000 training records, "),
         *((f"{COMPARED} --dataset mnist --write {path}", "--write must be a file in a folder")
           for path in ("nodir/x.toml", ".")),
         (f"{COMPARED} --dimension 5 --delta 2", "delta must be a number in (0, 1), got 2"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shufl.learning.code_digest import code_digest
-from shufl.learning.models import build_model
+from shufl.learning.models import ModelMaker
 from shufl.learning.tasks import Form
 from shufl.learning.your_code import Carried
 from shufl.protocol.validation import ConfigError
@@ -59,7 +59,7 @@ def test_the_digest_is_of_the_module_and_of_what_it_imports_of_your_own(place):
 
 
 def test_a_module_that_has_changed_since_it_was_imported_is_refused_until_it_is_loaded_anew(place):
-    build_model("ours.net:net", FORM, 0)
+    ModelMaker("ours.net:net", FORM, 0)()
     digest()
     (place / "ours/sizes.py").write_text("WIDTH = 4\n")
     for _ in range(2):
@@ -81,9 +81,9 @@ def test_a_change_before_the_first_run_is_seen_too(place):
 
 def test_every_process_must_have_the_code_that_the_run_began_with(place):
     before = code_digest(["ours.net:net"])
-    build_model("ours.net:net", FORM, 0, {}, before)
+    ModelMaker("ours.net:net", FORM, 0, {}, before)()
     with pytest.raises(ConfigError, match=r"model ours.net:net: its code has changed since"):
-        build_model("ours.net:net", FORM, 0, {}, "0" * 64)
+        ModelMaker("ours.net:net", FORM, 0, {}, "0" * 64)()
 
 
 def test_an_objects_code_is_that_of_its_class_or_its_layers(place, monkeypatch):
@@ -124,7 +124,7 @@ def test_what_python_imports_has_a_digest(place, text):
 
 def test_a_file_from_the_future_is_the_one_that_was_imported(place):
     os.utime(place / "ours/net.py", (time.time() + 3600,) * 2)
-    build_model("ours.net:net", FORM, 0)
+    ModelMaker("ours.net:net", FORM, 0)()
     before = digest()
     assert digest() == before
 
@@ -134,11 +134,11 @@ def test_a_module_that_says_where_others_lie_is_the_same_after_its_import(place)
     (place / "more/ours_elsewhere.py").write_text("X = 3\n")
     says = f"import sys\nsys.path.append({str(place / 'more')!r})\nimport ours_elsewhere\n"
     (place / "ours/late.py").write_text(says)
-    build_model("ours.net:net", FORM, 0)
+    ModelMaker("ours.net:net", FORM, 0)()
     importlib.import_module("ours.late")
     code = digest()
     for _ in range(2):
-        build_model("ours.net:net", FORM, 0, code=code)
+        ModelMaker("ours.net:net", FORM, 0, code=code)()
     del sys.modules["ours_elsewhere"]
 
 

@@ -209,7 +209,7 @@ def test_a_long_line_keeps_both_its_ends_and_is_not_cut_twice():
         (["account", "--users", "10"], "error: "),
         (["keys", "sign", "no\nfolder", "a.csr", "--role", "node"], "error: a.csr"),
         (["keys", "sign", "x", "a.csr", "--role", "wrong"], "error: Invalid value for '--role'"),
-        (["shuffler", "--config", "no\nfile\x1b[31m"], "shuffler: no file\\x1b[31m"),
+        (["shuffler", "--config", "no\nfile\x1b[31m"], "error: no file\\x1b[31m"),
     ],
 )
 @pytest.mark.slow

@@ -86,7 +86,9 @@ def nobody(name, key):
 def provisioned(base, approve=lambda name, key: True, days=365, forget=(), **changes):
     path = base / "deployment.toml"
     path.write_text(tomli_w.dumps(DEPLOYMENT | changes))
-    return provision(Deployment.read(path), base, base / "sites", approve, days=days, forget=forget)
+    return provision(
+        Deployment.of_file(path), base, base / "sites", approve, days=days, forget=forget
+    )
 
 
 def request_everything(base, *nodes):

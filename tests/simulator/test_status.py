@@ -50,10 +50,11 @@ def test_a_run_that_is_going_on_is_not_disturbed(folder):
 
 
 @pytest.mark.parametrize("address", ["nonsense", "s.example:99999", "s.example:0", ":9000"])
-def test_a_shuffler_without_an_address_is_one_line(folder, tmp_path, address):
+def test_a_shuffler_without_an_address_is_one_line(folder, tmp_path, monkeypatch, address):
+    monkeypatch.chdir(tmp_path)
     site = tmp_path / "server.toml"
     site.write_text(f'shufflers = ["{address}"]\ncertificate = "x.pem"\nnodes = "agreed.toml"')
-    done = status(folder, "--site", site)
+    done = status(folder)
     assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1
     assert "server.toml: shufflers.0: an address" in done.stderr
     assert done.stderr.endswith(f"got '{address}'\n")

@@ -16,7 +16,7 @@ from nights import by_night
 from shufl.learning import LocalTraining, ModuleState, local_update, user_updates
 from shufl.learning import user_update as client_update
 from shufl.learning.data.partition import Together
-from shufl.learning.models import build_model, logistic_regression, mlp, small_cnn
+from shufl.learning.models import ModelMaker, logistic_regression, mlp, small_cnn
 from shufl.learning.tasks import Form
 from shufl.protocol.mechanisms import clip
 from shufl.simulator.engines.book_keeping import Unsupported
@@ -383,7 +383,9 @@ class SparseWords(nn.Module):
 @pytest.mark.parametrize("training", [GRADIENT, LocalTraining("fedavg", local_epochs=2)])
 def test_sparse_gradients_are_the_dense_ones(training):
     form, name = Form((4,), 3), f"{__name__}:SparseWords"
-    sparse, dense = (build_model(name, form, 0, {"sparse": each}).train() for each in (True, False))
+    sparse, dense = (
+        ModelMaker(name, form, 0, {"sparse": each})().train() for each in (True, False)
+    )
     features, labels = torch.randn(5, 3, 4), torch.randint(3, (5, 3))
     users = list(zip(features, labels, strict=True))
     expected = [local_update(dense, *each, training, 0) for each in users]

@@ -70,7 +70,7 @@ def provision_command(
         return sys.stdin.isatty() and typer.confirm(question)
 
     with options.failing(OSError, ValueError):
-        plan = Deployment.read(deployment)
+        plan = Deployment.of_file(deployment)
         if unknown := sorted({*approved} - plan.keys):
             raise ConfigError(
                 f"--approve must name one of {', '.join(sorted(plan.keys))}, got {unknown[0]}"
@@ -117,7 +117,7 @@ def rehearse_command(
         signal.signal(number, end_in_order)
     early = options.failing(EngineFailed, RoundFailed, code=1)
     with options.failing(ConfigError, OSError), early:
-        plan = Deployment.read(deployment)
+        plan = Deployment.of_file(deployment)
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"--folder must be empty, {folder} is not")
         with tempfile.TemporaryDirectory(prefix="shufl-") as temporary:
@@ -162,18 +162,16 @@ def metrics_command(
         typer.echo(metrics_of(folder.absolute()), nl=False)
 
 
-def register_command(
-    site: Annotated[Path, typer.Option(help="The server's file.")] = Path("server.toml"),
-) -> None:
+def register_command() -> None:
     """Register the nodes in the authority's folder nodes at Flower's SuperLink, and no others.
 
-    Run it again whenever that folder has changed, also while a run goes on.
+    Run it in the server's folder, and again whenever nodes has changed, also while a run goes on.
     """
     from shufl.deploy.superlink import register
     from shufl.results.engine_interface import EngineFailed
 
     with options.failing(ConfigError, OSError), options.failing(EngineFailed, code=1):
-        for line in register(site):
+        for line in register(Path("server.toml")):
             typer.echo(line)
 
 
@@ -181,13 +179,12 @@ def status_command(
     folder: Annotated[
         Path | None, typer.Argument(help="A run folder. Default: the newest one under runs.")
     ] = None,
-    site: Annotated[
-        Path | None,
-        typer.Option(help="The server's file. Default: server.toml here, if it exists."),
-    ] = None,
     json: options.Json = False,
 ) -> None:
-    """Print rounds, ε and time left of a run, silent nodes, and the shufflers' health."""
+    """Print rounds, ε and time left of a run, and silent nodes.
+
+    In the server's folder, which has server.toml, it also asks the shufflers for their health.
+    """
     from shufl.deploy.run_status import newest_run, status_of
     from shufl.deploy.server_site import ServerSite
     from shufl.deploy.site_files import load_site
@@ -195,7 +192,7 @@ def status_command(
 
     here = Path("server.toml")
     with options.failing(ConfigError, OSError):
-        known = load_site(site or here, ServerSite) if site or here.exists() else None
+        known = load_site(here, ServerSite) if here.exists() else None
         if (run := folder or newest_run(Path("runs"))) is None:
             raise ConfigError("give a run folder: there is none under runs")
         status = status_of(run, known)

@@ -45,11 +45,10 @@ def run_command(
         str | None,
         typer.Option(
             metavar="CONNECTION",
-            help="Run on real nodes: the SuperLink of this Flower connection, on this machine; "
-            "see docs/deployment.md.",
+            help="Run on real nodes, in the server's folder: the SuperLink of this Flower "
+            "connection, on this machine; see docs/deployment.md.",
         ),
     ] = None,
-    site: Annotated[Path, typer.Option(help="With --on: the server's file.")] = Path("server.toml"),
     continue_: Annotated[
         bool,
         typer.Option(
@@ -106,6 +105,7 @@ def run_command(
         if on is not None:
             from shufl.deploy.superlink import go_on, resume_on, run_on
 
+            site = Path("server.toml")
             if loaded is not None:
                 stopped_by = (go_on if continue_ else run_on)(on, site, loaded, runs)
             elif resume is not None:

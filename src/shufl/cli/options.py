@@ -150,15 +150,22 @@ def read_text(path: Path) -> str:
 
 def check_alone(what: str, *allowed: str) -> None:
     """Refuses every option that was given but `allowed`: with `what` it has no effect."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        name = str(option.name)
-        if name in allowed or isinstance(option, click.Argument):
-            continue
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise ValueError(
-                f"{option.opts[0]} must be left out with {what}, got {context.params[name]}"
-            )
+    values = click.get_current_context().params
+    for name, option in _given_options().items():
+        if name not in allowed:
+            raise ValueError(f"{option} must be left out with {what}, got {values[name]}")
+
+
+def _given_options() -> dict[str, str]:
+    """The options that the command was given, by the names of their values."""
+    if (context := click.get_current_context(silent=True)) is None:
+        return {}
+    return {
+        str(each.name): each.opts[0]
+        for each in context.command.params
+        if isinstance(each, click.Option)
+        and context.get_parameter_source(str(each.name)) is ParameterSource.COMMANDLINE
+    }
 
 
 def print_json(content: Any) -> None:
@@ -182,8 +189,11 @@ def failing(*errors: type[Exception], code: int = 2) -> Iterator[None]:
 
 
 def print_error(error: BaseException) -> None:
-    """One line on standard error."""
+    """One line on standard error, with an option that was given in the place of its key."""
     text = str(error)
+    key, must, allowed = text.partition(" must ")
+    if must and (option := _given_options().get(key.rpartition(".")[2])):
+        text = f"{option}{must}{allowed}"
     if isinstance(error, FileExistsError):
         text = f"{error.filename} exists already"
     elif isinstance(error, OSError) and error.strerror:

@@ -25,9 +25,11 @@ def shuffler_command(
 
     Certificates say who may do what (`shufl keys`).
     """
+    from shufl.shuffler import ShufflerError
     from shufl.shuffler.serving import serve
 
-    serve(config, exit_with_parent)
+    with options.failing(ShufflerError, ValueError, OSError):
+        serve(config, exit_with_parent)
 
 
 keys_app = options.group("Make certificates. No private key leaves the machine it was made on.")
