@@ -1,12 +1,9 @@
 """Events, accountants, rdp_bounds."""
 
 import collections
-import functools
 import itertools
 import math
 import re
-import subprocess
-import sys
 
 import attrs
 import dp_accounting
@@ -21,7 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from nights import by_night
-from rounds import check_in, everyone, fixed_size, make_plan, with_noise
+from rounds import check_in, everyone, fixed_size, with_noise
 from shufl import accounting, protocol
 from shufl.accounting.accountants.renyi import CappedTheorem3Accountant
 from shufl.accounting.numerics import renyi_divergence as rdp_bounds
@@ -345,39 +342,6 @@ def test_no_noise_is_not_private(name):
         assert accountant.get_delta(10.0) == 1.0
 
 
-# Those that compose profiles do it alike: `pld` takes the least time.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["theorem3", "rdp", "pld", "local", *by_night("crowd", "blanket")])
-def test_dp_accountings_calibration_finds_the_noise(name):
-    (small, *_) = priced(name, (check_in(50, 0.2, 1.0), check_in(50, 0.2, 1.0, 3.0)))
-    orders = {"max_order": 64} if name in ("theorem3", "rdp") else {}
-    make = functools.partial(accounting.ACCOUNTANTS[name], **orders)
-
-    def event(noise, rounds=10):
-        return dp_accounting.SelfComposedDpEvent(with_noise(small, noise), rounds)
-
-    noise = dp_accounting.calibrate_dp_mechanism(
-        make, event, 5.0, 1e-5, dp_accounting.LowerEndpointAndGuess(0.1, 5.0), tol=1e-3
-    )
-    assert make().compose(event(noise)).get_epsilon(1e-5) <= 5.0
-    assert make().compose(event(noise - 4e-3)).get_epsilon(1e-5) > 5.0
-    rounds = dp_accounting.calibrate_dp_mechanism(
-        make, functools.partial(event, noise), 5.0, 1e-5,
-        dp_accounting.ExplicitBracketInterval(5, 20), discrete=True,
-    )  # fmt: skip
-    assert 9 <= rounds <= 11
-
-
-@pytest.mark.parametrize("name", ["theorem3", "rdp"])
-def test_more_rounds_more_noise_and_more_users_move_epsilon_the_right_way(name):
-    def epsilon(users=2000, rate=0.1, noise=4.0, rounds=100):
-        event = check_in(users, rate, noise)
-        return accounting.make_accountant(name).compose(event, rounds).get_epsilon(1e-5)
-
-    assert epsilon(rounds=101) > epsilon() > epsilon(noise=4.1)
-    assert epsilon(rate=0.11) > epsilon() > epsilon(users=2200)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "room"), [("pld", 1.002), ("blanket", 1.005), *by_night(("crowd", 1.02))]
@@ -453,34 +417,6 @@ def test_what_limits_a_renyi_accountant_is_said_and_more_orders_help():
     assert "order is 2" in published.note(1 / 60_000)
     exact = accounting.make_accountant("rdp", "zero-out").compose(CHECK_IN, 5540)
     assert exact.note(1 / 60_000) is None
-
-
-MODULES = {"blanket": {"local"}, "crowd": {"local"}, "pld": {"local", "renyi"}, "local": set()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["blanket", *by_night(*(each for each in ALL if each != "blanket"))]
-)
-def test_a_process_that_asks_one_accountant_loads_no_other_and_no_framework(name):
-    """But for the accountants whose ε it takes where that is less."""
-    sums = {"mixing": "sum", "cover": True, "central_noise": 2.0} if name.startswith("sum") else {}
-    plan = make_plan(
-        users=1000, check_in_rate=0.1, rounds=5, delta=1e-5, target_epsilon=9.0, minimum_batch=10,
-        noise_multiplier=3.0, shuffler_blankets=0.0 if sums else 50.0, accountant=name, **sums,
-    )  # fmt: skip
-    code = (
-        "import sys; from shufl.accounting import PrivacyPlan, rounds_within_budget\n"
-        "plan = PrivacyPlan.from_json(sys.argv[1]); rounds_within_budget(plan)\n"
-        "print(*sys.modules)"
-    )
-    command = [sys.executable, "-c", code, plan.to_json()]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "flwr", "ray", "grpc"} & set(loaded)
-    room = "shufl.accounting.accountants."
-    found = {each.removeprefix(room) for each in loaded if each.startswith(room)}
-    own = accounting.ACCOUNTANTS[name].__module__.removeprefix(room)
-    assert found - {"base", "privacy_profile"} == MODULES.get(name, set()) | {own}
 
 
 @pytest.mark.slow

@@ -46,19 +46,6 @@ def released_law(without, rate, chances):
     return law
 
 
-def test_the_density_of_a_count_vector_is_an_average_of_ratios():
-    """Mecke's formula, where every released multiset can be listed."""
-    blankets, rate, shares = 1.7, 0.6, np.array([0.5, 0.3, 0.2])
-    without = counts_law(shares, blankets, 14)
-    for chances in ([0.1, 0.2, 0.7], [1.0, 0.0, 0.0], [0.5, 0.3, 0.2]):
-        law = released_law(without, rate, chances)
-        counts = np.indices(without.shape)
-        total = np.tensordot(np.array(chances) / shares, counts, axes=1)
-        formula = without * ((1.0 - rate) + rate / blankets * total)
-        assert np.allclose(law, formula, rtol=1e-9, atol=0.0)
-        assert law.sum() == pytest.approx(1.0, abs=1e-9)
-
-
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("rate", "blankets"), [(1.0, 1.0), (0.5, 0.6)])
 def test_reports_put_into_bins_tell_hardly_less(pair, rate, blankets):

@@ -155,16 +155,6 @@ def test_the_variation_ratio_pair_is_summed_exactly(mechanism, k, n, local, delt
     assert exact < found < exact + 1e-9
 
 
-def test_the_variation_ratio_pair_of_any_randomiser_is_that_of_the_clones_of_2022():
-    epsilons = np.array([0.0, 0.1, 0.3, 1.0, 2.0, 3.0])
-    known = other_bounds.of_any(2.0)
-    ours = other_bounds.variation_ratio_delta(1000, *known, epsilons)
-    theirs = clones_delta(1000, 2.0, epsilons, 2022)
-    np.testing.assert_allclose(ours[:3], theirs[:3], rtol=0.05)
-    assert (ours <= theirs).all()
-    assert (ours[4:] == 0).all()
-
-
 def epsilon_of_one_round(profile, delta, local):
     return optimize.brentq(lambda e: profile(np.array([e]))[0] - delta, 0.0, local * 0.999)
 
@@ -182,16 +172,6 @@ def epsilon_of_one_round(profile, delta, local):
 def test_the_clones_of_both_years_are_the_exact_values_from_above(n, local, delta, year, exact):
     found = epsilon_of_one_round(lambda e: clones_delta(n, local, e, year), delta, local)
     assert exact <= found <= 1.003 * exact
-
-
-def test_the_clones_of_2022_are_ldp_sgds_crowd_in_one_dimension():
-    """Both are a report among Bin(n - 1, 2/(e^{ε₀}+1)) uniform signs and its own."""
-    accountant, local = CrowdAccountant(), 1.5
-    noise = math.sqrt(math.pi / 2) / math.tanh(local / 2)
-    accountant.compose(Shuffled(800, CheckIn(1.0), LdpSgd(noise_multiplier=noise)))
-    for epsilon in (0.0, 0.1, 0.25):
-        clones = float(clones_delta(800, local, [epsilon], 2022)[0])
-        assert accountant.get_delta(epsilon) == pytest.approx(clones, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,20 @@ import math
 import mpmath as mp
 import numpy as np
 import pytest
-from accounting_oracles import moment, quadrature, series_moments, theorem2, theorem3
+from accounting_oracles import (
+    moment,
+    partitions,
+    quadrature,
+    series_moments,
+    theorem2,
+    theorem3,
+)
 from dp_accounting.rdp import compute_epsilon
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
+import accounting_speed
 from rounds import check_in, everyone, fixed_size, with_noise
 from shufl.accounting import CheckInRdpAccountant, Theorem3Accountant
 from shufl.accounting.numerics import moments
@@ -40,6 +48,15 @@ def test_moments_equal_the_partition_sum_in_50_digits(users, rate, sigma):
     got = rdp_bounds.forward_moments(users, users, rate, sigma, 12)
     for order in range(2, 13):
         never_below(got[order], mp.log(moment(users, sigma, order, rate)))
+
+
+@pytest.mark.slow
+def test_the_published_algorithm_of_the_benchmark_is_enumerated_fully():
+    assert [tuple(parts) for parts in accounting_speed.partitions(9)] == list(partitions(9))
+    assert sum(1 for _ in accounting_speed.partitions(40)) == 37338
+    for order in (2, 7, 12):
+        found = accounting_speed.enumerated_log_moment(50, 2.0, order)
+        assert found == pytest.approx(float(mp.log(moment(50, 2.0, order))), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -76,39 +93,6 @@ def test_the_reverse_direction_of_one_user_is_the_closed_form(sigma, max_order, 
         truth = float(mp.log1p(mp.mpf(rate) * growth))
         got = _MeanRatio(1.0, 1.0, rate, sigma).reverse(k, np.array([truth]))[0]
         assert got == pytest.approx(truth, rel=1e-11)
-
-
-def reverse_in_high_precision(users, draws, rate, sigma, k):
-    """E[W̄^{-k}] for up to two reports: trapezoidal sums, which converge faster than any power."""
-    step = mp.mpf(min(0.4, sigma / 5))
-    nodes = [step * i for i in range(-int((10 + 2 * k / sigma) / step), int(12 / step))]
-    weights = [mp.npdf(t) * step for t in nodes]
-    ratios = [mp.exp(t / sigma - mp.mpf(0.5) / mp.mpf(sigma) ** 2) for t in nodes]
-
-    def mean(others, left):
-        if not left:
-            return (others / users) ** -k
-        return mp.fdot(
-            (w, mean(others + y, left - 1)) for w, y in zip(weights, ratios, strict=True)
-        )
-
-    with mp.workdps(25):
-        return mp.fsum(
-            mp.binomial(draws, reports)
-            * mp.mpf(rate) ** reports
-            * (1 - mp.mpf(rate)) ** (draws - reports)
-            * mean(mp.mpf(users - reports), reports)
-            for reports in range(draws + 1)
-        )
-
-
-@pytest.mark.parametrize(
-    ("users", "draws", "rate", "sigma", "k"),
-    [(2, 2, 1.0, 1.5, 1), (2, 2, 0.3, 2.5, 12), (5, 2, 1.0, 1.0, 10), (9, 1, 1.0, 0.4, 5)],
-)
-def test_the_reverse_direction_equals_nested_quadrature(users, draws, rate, sigma, k):
-    truth = mp.log(reverse_in_high_precision(users, draws, rate, sigma, k))
-    never_below(reverse(users, draws, rate, sigma, k + 1)[k + 1], truth)
 
 
 @given(

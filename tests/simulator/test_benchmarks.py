@@ -1,6 +1,7 @@
 """The scripts of `benchmarks/` still run, and attacks of poisoned reports do what they are for."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,23 @@ def test_rounds_of_more_users_than_records_have_the_reports_asked_for():
     row = scale.measure("quickstart", [], users=5_000, reports=200, rounds=2)
     assert row["users"] == 5_000 and abs(row["reports"] - 200) < 7 * 200**0.5
     assert all(value > 0 for value in row.values())
+
+
+@pytest.mark.nightly
+def test_the_time_of_accountants_has_a_row_for_each_thing_asked_for():
+    small = "--users=300", "--rounds=5", "--guarded=4", "--order=10"
+    lines = lines_of("accounting_speed.py", *small, "--only=theorem3,partitions")
+    for label in ("theorem3, n = 300", "theorem3, n = 1e+09", "Theorem 1, order 10"):
+        assert any(label in line for line in lines)
+
+
+@pytest.mark.nightly
+def test_a_plan_that_is_a_little_safer_is_never_dearer():
+    asked = "--plans=20", "--only", "blanket", "local", "--seed=3"
+    shown = "\n".join(lines_of("accounting_order.py", *asked))
+    rises = re.findall(r"│ (blanket|local) +│ (\w+) +│ ([\d.e-]+) +│", shown)
+    assert len(rises) == 7
+    assert all(float(rise) <= 1e-3 for _, _, rise in rises), shown
 
 
 @pytest.mark.slow
