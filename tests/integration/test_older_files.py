@@ -16,12 +16,10 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
 import run_world
 import shufl
-from run_world import json_lines, model_of
-from shufl.cli.__main__ import app
+from run_world import invoke, json_lines, model_of
 from shufl.clients import RoundRefused, load_device
 from shufl.shuffler import RoundHeader
 
@@ -39,7 +37,7 @@ def old(tmp_path):
 
 
 def command(*arguments, code=0):
-    done = CliRunner().invoke(app, [*map(str, arguments)])
+    done = invoke(*arguments)
     assert done.exit_code == code, done.output
     return done
 

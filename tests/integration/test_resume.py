@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from typer.testing import CliRunner
 
 from run_world import (
+    invoke,
     json_lines,
     only_folder,
     same_model,
@@ -19,7 +19,6 @@ from run_world import (
     trained,
 )
 from shufl.accounting import Ledger, LedgerError
-from shufl.cli.__main__ import app
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
 from shufl.results.run import Run
@@ -86,7 +85,7 @@ def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     folder = killed(tmp_path, "seed=system")
     before = rows(folder)
     spent = Ledger.read(folder / "ledger.jsonl").entries[-1].round
-    result = CliRunner().invoke(app, ["run", "--resume", str(folder)])
+    result = invoke("run --resume", folder)
     assert result.exit_code == 0, result.output
     assert "resumed after round" in result.stdout
     assert rows(folder)[: len(before)] == before
@@ -252,14 +251,14 @@ def test_a_ledger_that_was_cut_is_refused_whatever_else_is_left(five, tmp_path, 
     ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[: 1 + cut_to]))
     message = f"ends at round {cut_to}, but {witness} tells of round 5: it lacks rounds"
     before = contents(folder)
-    for command in (["run", "--resume"], ["account"], ["report"], ["status"]):
-        result = CliRunner().invoke(app, [*command, str(folder)])
+    for command in ("run --resume", "account", "report", "status"):
+        result = invoke(command, folder)
         assert result.exit_code != 0 and result.stdout == ""
         (line,) = result.stderr.splitlines()
         assert line.startswith("error: ") and message in line
     assert contents(folder) == before
     ledger.unlink()  # a page may be made before the first round, and a deployed run begin
-    assert "tells of round 5" in CliRunner().invoke(app, ["report", str(folder)]).stderr
+    assert "tells of round 5" in invoke("report", folder).stderr
     with pytest.raises(LedgerError, match="tells of round 5"):
         Run.of(folder, Console(quiet=True), VectorisedEngine).train()
     assert not ledger.exists()
@@ -272,18 +271,3 @@ def test_a_run_at_work_cannot_be_resumed_a_second_time(long_vectorised_run):
     with pytest.raises(LedgerError, match=r"ledger .* is in use by another process"):
         Run.of(run.folder, Console(quiet=True)).train()
     assert run.process.poll() is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["quickstart", "--resume", "folder"], "give either a CONFIG to run or --resume"),
-        (["--resume", "folder", "--set", "seed=1"], "--resume goes alone"),
-    ],
-)
-def test_what_resume_does_not_take_is_one_line(tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["run", *arguments])
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ") and message in line

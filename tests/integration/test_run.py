@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from nights import by_night
 from run_world import (
@@ -20,6 +19,7 @@ from run_world import (
     LongRun,
     budget_of,
     epsilon_after,
+    invoke,
     json_lines,
     model_of,
     only_folder,
@@ -32,7 +32,6 @@ from run_world import (
     wait_until,
 )
 from shufl.accounting import Ledger, PrivacyPlan, accountants_of_kind
-from shufl.cli.__main__ import app
 from shufl.learning.config import load
 from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
 from shufl.results.experiment import prepare
@@ -202,8 +201,8 @@ def vectorised(finished, tmp_path_factory):
     """The same run on the vectorised engine."""
     runs = tmp_path_factory.mktemp("vectorised")
     arguments = finished[1] / "config.toml", "--runs", runs, "--engine", "vectorised"
-    one_block = ["--set", "simulation.records_per_chunk=10000"]
-    result = CliRunner().invoke(app, ["run", *map(str, arguments), *one_block])
+    one_block = "--set", "simulation.records_per_chunk=10000"
+    result = invoke("run", *arguments, *one_block)
     assert result.exit_code == 0, result.output
     return result, only_folder(runs)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from run_world import (
     LIMIT,
@@ -29,7 +28,6 @@ from run_world import (
     wait_until,
 )
 from shufl.accounting import Ledger, price, rounds_within_budget
-from shufl.cli.__main__ import app
 from shufl.learning.config import load
 from shufl.results.experiment import prepare
 
@@ -93,39 +91,6 @@ def test_a_killed_ray_worker_ends_the_run_in_one_line(worker_killed):
     assert "ended early: 3 rounds spent" in result.stdout
     assert "A worker died" not in result.stdout  # in Ray's words
     assert "A worker died" in (run / "ray.log").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.nightly  # by day test_run.py resumes a run on Flower
-def test_a_run_whose_worker_was_killed_goes_on(worker_killed):
-    folder = only_folder(worker_killed[1] / "runs")  # changed: the last to use it
-    (folder / "config.toml").write_text(
-        (folder / "config.toml").read_text().replace("cpus_per_node = 1.0", "cpus_per_node = 0.5")
-    )
-    result = shufl("run", "--resume", folder, cwd=Path(__file__).parent)
-    assert (result.returncode, result.stderr) == (0, "")
-    rows = json_lines(folder / "metrics.jsonl")
-    assert [row["round"] for row in rows] == [1, 2, 3, 4]
-    assert {(row["outcome"], row["users_present"], row["silent_nodes"]) for row in rows} == {
-        ("released", USERS, 0)
-    }
-    assert json.loads((folder / "summary.json").read_text())["fewest_users_present"] == USERS
-    assert len(Ledger.read(folder / "ledger.jsonl").entries) == 4
-
-
-@pytest.mark.slow
-@on_shared_ray
-@pytest.mark.nightly  # without Flower: tests/server
-def test_a_node_slower_than_the_round_ends_the_run_in_one_line(tmp_path):
-    result = with_model(tmp_path, "always_hangs", *ALONE, "simulation.round_timeout=1.0")
-    assert result.returncode == 1
-    folder = only_folder(tmp_path / "runs")
-    assert re.fullmatch(
-        r"error: round 1(, node [012])+: no answer within 1 s; "
-        rf"shufl run --resume {folder} goes on\n",
-        result.stderr,
-    )
-    assert "ended early: 1 rounds spent" in result.stdout
 
 
 @pytest.mark.slow
@@ -204,13 +169,4 @@ def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: simulation.cpus_per_node must be at most")
     wait_until(lambda: not left_behind(tmp_path), LIMIT, "the Ray that had begun to start to end")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_target_below_one_round_is_one_line_before_any_work(tmp_path):
-    """`test_mistakes.py` has what else is one line."""
-    result = CliRunner().invoke(app, mistaken(tmp_path, "privacy.target_epsilon=1e-6"))
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: privacy.target_epsilon must be at least")
     assert not (tmp_path / "runs").exists()

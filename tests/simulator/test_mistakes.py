@@ -84,6 +84,9 @@ PLAN = ["-n", "9", "--check-in-rate", "1", "--noise-multiplier", "1", "--rounds"
         (f"model.name={HERE}missing", f"module '{__name__}' has no attribute 'missing'"),
         ("model.name=mlp model.options.hiden=8", "an unexpected keyword argument 'hiden'"),
         (f"model.name={HERE}flat model.options.hiden=8", "unexpected keyword argument 'hiden'"),
+        ("model.name=small-cnn", "could not be built for records of float32 of shape"),
+        ("privacy.noise_multiplier=1 privacy.target_epsilon=1e-6",
+         "privacy.target_epsilon must be at least"),
         *by_night(("model.name=mlp model.options.hidden=850000",
                    "model mlp has 63750010 parameters; a report holds at most 33554400")),
     ],
@@ -93,11 +96,37 @@ def test_in_a_run(refusal, changes, message):
 
 
 @pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("privacy.rounds=2", "privacy.rounds must be 1 with mechanism randomised-response, got 2"),
+        ("privacy.categories=9", "privacy.categories must be 10, the classes of digits, got 9"),
+        ("privacy.categories=", "privacy.categories must be given with mechanism randomised"),
+        ("privacy.noise_multiplier=1", "privacy.noise_multiplier must be left out with mechanism"),
+        ("privacy.mechanism=gaussian", "privacy.categories must be left out with mechanism gauss"),
+        ("privacy.local_epsilon=21", "local_epsilon must be a number in [1e-9, 20] or left out"),
+        ("privacy.accountant=theorem3", "must be 'blanket' or 'crowd' or 'local'"),
+        ("training.learning_rate=0.5", "training.learning_rate must be 1.0 with mechanism"),
+        ("model.name=mlp", "model.name must be histogram with mechanism randomised-response"),
+        ("simulation.engine=vectorised", "simulation.engine must be flower with mechanism"),
+    ],
+)
+def test_in_a_run_of_a_histogram(refusal, setting, message):
+    assert message in refusal("run", "histogram", "--set", setting)
+
+
+IDLE = "must be left out with a run folder"
+END_TO_END = "audit --end-to-end"
+
+
+@pytest.mark.parametrize(
     ("command", "message"),
     [
         ("run", "give either a CONFIG to run or --resume RUN_FOLDER"),
         ("run nowhere.toml", "nowhere.toml cannot be read: No such file or directory; a "),
         ("run quickstrat", "quickstrat cannot be read: No such file or directory; a "),
+        ("run quickstart --resume .", "give either a CONFIG to run or --resume"),
+        ("run --resume . --set seed=1", "--resume goes alone"),
+        ("run quickstart --json --on wards", "--json goes without --on"),
         ("run --resume .", "a run folder has a config.toml, . has none"),
         ("rnu quickstart", "No such command 'rnu'. Did you mean 'run'?"),
         ("experiment nothing", "nothing cannot be read: No such file or directory; an exp"),
@@ -105,11 +134,37 @@ def test_in_a_run(refusal, changes, message):
         ("node --log-file /nowhere/log", "/nowhere/log: No such file or directory"),
         ("status .", "cannot read ledger ledger.jsonl: No such file or directory"),
         ("report nothing", "nothing must be a run folder, which has a plan.json, or the "),
+        *((f"account . {flag}", f"{flag.split()[0]} {IDLE}")
+          for flag in ("--delta 0.001", "--noise-multiplier 3", "--adjacency replace")),
+        *((f"histogram . {flag}", f"{flag.split()[0]} {IDLE}")
+          for flag in ("--column town", "--other", "--delta 1/n")),
+        ("histogram .", "cannot read ledger ledger.jsonl: No such file or directory"),
+        (f"{END_TO_END} nowhere.toml", "nowhere.toml cannot be read"),
+        (f"{END_TO_END} quickstart --users 10", "--users must be left out with --end-to-end"),
+        (f"{END_TO_END} quickstart --samples 3", "samples must be at least 4"),
+        (f"{END_TO_END} quickstart --confidence 2", "confidence must lie"),
+        (f"{END_TO_END} quickstart --epsilon 1e9", "epsilon must lie"),
+        (f"{END_TO_END} quickstart --seed {2**62}", "seed must be"),
+        ("keys sign x a.csr --role wrong", "Invalid value for '--role'"),
     ],
-)
+)  # fmt: skip
 def test_in_a_command(refusal, command, message):
     said = refusal(*command.split())
     assert said.startswith(message) and said.count("?") <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "a\nb\x1b[31m.toml"], "a b\\x1b[31m.toml cannot be read: "),
+        (["run", "--no-such\n\x1b[31mthing"], "No such option '--no-such"),
+        (["no\nsuch"], "No such command 'no"),
+        (["audit", "--samples", "f\nive"], "Invalid value for '--samples': 'f"),
+        (["keys", "sign", "no\nfolder", "a.csr", "--role", "node"], "a.csr"),
+    ],
+)
+def test_in_words_that_would_move_the_cursor(refusal, arguments, message):
+    assert refusal(*arguments).startswith(message)
 
 
 NINE = "account -n 9 --check-in-rate 1 --noise-multiplier 5 --rounds 1"
@@ -196,13 +251,3 @@ def test_in_a_plan_on_the_command_line(refusal, command, message):
 def test_in_toml(refusal, content):
     Path("run.toml").write_bytes(content)
     assert refusal("run", "run.toml").startswith("run.toml is not valid TOML: ")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["run", "quickstart"], ["run", "quickstart", *of_run(VECTORISED, "simulation.workers=2")]],
-)
-def test_in_the_address_of_a_cluster(refusal, monkeypatch, arguments):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.2:1")  # nobody listens there
-    message = "RAY_ADDRESS must name a running cluster, got 127.0.0.2:1: no Ray answers there"
-    assert refusal(*arguments) == message
