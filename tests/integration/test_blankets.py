@@ -39,7 +39,6 @@ def shown(plan, shuffler):
     return delta_shown(run_canary(plan, "absent", shuffler, seed=4), LIKELIHOOD, EPSILON)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
     found = shown(ALONE, shuffler)
@@ -64,7 +63,6 @@ SeededRandomness.blanket_noise = lambda self, round, numbers, size: honest(self,
 """Every round gets the blankets of the first one again."""
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(start_shuffler):
     """By a server that leaves out what it has seen before."""

@@ -12,6 +12,8 @@ from rounds import make_plan
 from shufl.accounting import make_accountant, mean_update_error
 from shufl.simulator.canary import canary_rounds, likelihood_score, projections, run_canary
 
+pytestmark = pytest.mark.slow
+
 EPSILON = 0.05  # small, so that a few hundred rounds can say something
 
 
@@ -59,7 +61,6 @@ secrets.randbelow = lambda limit: limit - 1  # the last of those that are free
 """The slots that reports are put into count up."""
 
 
-@pytest.mark.slow
 def test_a_correct_client_passes_and_halved_noise_is_caught(shuffler):
     audited = plan(users=1, noise=1.5, rounds=160)
     claim = claimed(audited, "local")
@@ -75,7 +76,6 @@ def test_a_correct_client_passes_and_halved_noise_is_caught(shuffler):
 ORDERED = plan(users=40, noise=0.9, rounds=160)
 
 
-@pytest.mark.slow
 def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
     worlds = run_canary(ORDERED, "minus", shuffler, seed=2)
     assert all(len(each.reports) == each.aggregate.reports == 40 for each in worlds.present)
@@ -83,7 +83,6 @@ def test_no_adversary_beats_the_claims_behind_the_real_shuffler(shuffler):
     assert likelihood_shown(ORDERED, worlds) <= claimed(ORDERED, "pld")
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_shuffler_that_keeps_the_order_is_caught(start_shuffler):
     worlds = run_canary(ORDERED, "minus", start_shuffler(KEEPS_ORDER), seed=3)
@@ -91,7 +90,6 @@ def test_a_shuffler_that_keeps_the_order_is_caught(start_shuffler):
     assert likelihood_shown(ORDERED, worlds) <= claimed(ORDERED, "pld")
 
 
-@pytest.mark.slow
 def test_reports_hold_an_update_and_its_noise_and_the_mean_is_as_exact_as_stated(shuffler):
     audited = plan(users=40, noise=0.05, rounds=60, rate=0.8)
     audited = audited.replace(accountant="local", target_epsilon=1e300)
@@ -107,7 +105,6 @@ def test_reports_hold_an_update_and_its_noise_and_the_mean_is_as_exact_as_stated
     assert np.mean(errors, axis=0) == pytest.approx(0.0, abs=5 * expected / np.sqrt(60))
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_rounds_with_check_in_and_zero_out_stay_below_every_pairs_claim(shuffler):
     audited = plan(users=2, noise=0.4, rounds=120, adjacency="zero-out", rate=0.6)

@@ -155,7 +155,6 @@ def test_a_grid_has_a_page_of_the_runs_that_ended_and_names_the_others(tmp_path,
     assert damaged.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.nightly
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])

@@ -76,7 +76,6 @@ def loaded(tmp_path_factory):
     return of
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_node_loads_no_server_no_simulator_and_its_plan_s_accountant_alone(loaded):
     modules = loaded("node")
@@ -92,14 +91,12 @@ def test_a_node_loads_no_server_no_simulator_and_its_plan_s_accountant_alone(loa
     assert len(modules) <= 82 and lines <= 12_400  # with its command, and records from files
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_shuffler_loads_the_protocol_and_itself(loaded):
     modules = loaded("shuffler")
     assert rooms_of(modules) == {"cli", "protocol", "shuffler"}
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_server_loads_no_client_and_no_simulator(loaded):
     modules = loaded("flwr-serverapp")
@@ -107,7 +104,6 @@ def test_a_server_loads_no_client_and_no_simulator(loaded):
     assert not rooms_of(modules) & {"clients", "simulator"}
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_process_that_runs_what_a_server_sends_loads_a_relay(loaded):
     modules = loaded("flwr-clientapp")

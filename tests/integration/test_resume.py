@@ -27,6 +27,7 @@ from shufl.server import CheckpointError, load_checkpoint
 from shufl.simulator.engines.vectorised import VectorisedEngine
 from tiny_disk import tiny_disk_at
 
+pytestmark = pytest.mark.slow
 ROUNDS = 30
 SETTINGS = [
     "simulation.engine=vectorised", "privacy.target_epsilon=1e9", f"privacy.rounds={ROUNDS}",
@@ -64,7 +65,6 @@ def tensorboard_steps(folder):
     return [event.step for event in events.Reload().Scalars("reports")]
 
 
-@pytest.mark.slow
 def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
     whole, folder = in_process(tmp_path), killed(tmp_path)
     Run.of(folder, Console(quiet=True)).train()
@@ -80,7 +80,6 @@ def test_a_killed_run_ends_with_the_model_of_one_never_killed(tmp_path):
     assert tensorboard_steps(folder) == list(range(1, ROUNDS + 1))
 
 
-@pytest.mark.slow
 def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     folder = killed(tmp_path, "seed=system")
     before = rows(folder)
@@ -94,7 +93,6 @@ def test_with_the_systems_entropy_every_draw_is_spent_once(tmp_path):
     assert [entry.round for entry in entries] == list(range(1, ROUNDS + 1))
 
 
-@pytest.mark.slow
 def test_a_finished_run_resumed_stays_as_it_is(five, tmp_path):
     folder = shutil.copytree(five, tmp_path / "five")
     kept = ("ledger.jsonl", "metrics.jsonl", "summary.json")
@@ -105,7 +103,6 @@ def test_a_finished_run_resumed_stays_as_it_is(five, tmp_path):
     assert {name: (folder / name).read_bytes() for name in kept} == before
 
 
-@pytest.mark.slow
 def test_a_disk_too_full_for_a_checkpoint_ends_the_run_in_one_line(tmp_path):
     sets = "simulation.engine=vectorised", "privacy.rounds=4", "model.options={hidden=1500}"
     with tiny_disk_at(tmp_path / "runs") as runs:
@@ -221,7 +218,6 @@ SPOILT = {
 
 
 @pytest.mark.parametrize(("spoil", "error", "message"), SPOILT.values(), ids=SPOILT)
-@pytest.mark.slow
 def test_what_is_not_this_run_is_refused_and_left_alone(five, tmp_path, spoil, error, message):
     folder = shutil.copytree(five, tmp_path / "five")
     spoil(folder)
@@ -239,7 +235,6 @@ SHUFFLERS_LINE = '{"time": "t", "event": "round opened", "run": "0", "round": 5}
 @pytest.mark.parametrize(
     "witness", ["metrics.jsonl", "summary.json", "checkpoint.pt", "tensorboard", "shuffler.log"]
 )
-@pytest.mark.slow
 def test_a_ledger_that_was_cut_is_refused_whatever_else_is_left(five, tmp_path, witness, cut_to):
     folder = shutil.copytree(five, tmp_path / "five")
     (folder / "shuffler.log").write_text(SHUFFLERS_LINE)
@@ -264,7 +259,6 @@ def test_a_ledger_that_was_cut_is_refused_whatever_else_is_left(five, tmp_path, 
     assert not ledger.exists()
 
 
-@pytest.mark.slow
 def test_a_run_at_work_cannot_be_resumed_a_second_time(long_vectorised_run):
     run = long_vectorised_run
     run.wait_for_rounds(1)

@@ -207,7 +207,6 @@ def vectorised(finished, tmp_path_factory):
     return result, only_folder(runs)
 
 
-@pytest.mark.slow
 def test_the_vectorised_engine_trains_the_model_of_the_flower_engine(finished, vectorised):
     (_, on_flower), (_, folder) = finished, vectorised
     check_the_model_by_hand(folder, ROUNDS, 1 + BLANKETS)  # all users are one block

@@ -31,9 +31,7 @@ from shufl.accounting import Ledger, price, rounds_within_budget
 from shufl.learning.config import load
 from shufl.results.experiment import prepare
 
-on_shared_ray = pytest.mark.usefixtures("shared_ray")
-
-
+pytestmark = pytest.mark.slow
 ALONE = [
     "privacy.accountant=blanket", "privacy.shuffler_blankets=20", "privacy.target_epsilon=1e9",
     "privacy.rounds=4",
@@ -65,7 +63,6 @@ def worker_killed(tmp_path_factory):
         return with_model(folder, "kills_its_worker", *more, options=", times=1, first=3"), folder
 
 
-@pytest.mark.slow
 def test_a_round_is_in_the_ledger_before_any_client_works_on_it(worker_killed):
     """The model reads the ledger from disk in every forward pass."""
     _, folder = worker_killed
@@ -77,7 +74,6 @@ def test_a_round_is_in_the_ledger_before_any_client_works_on_it(worker_killed):
     assert [row["round"] for row in rows] == [1, 2] and all(row["reports"] > 0 for row in rows)
 
 
-@pytest.mark.slow
 def test_a_killed_ray_worker_ends_the_run_in_one_line(worker_killed):
     result, folder = worker_killed
     run = only_folder(folder / "runs")
@@ -93,7 +89,6 @@ def test_a_killed_ray_worker_ends_the_run_in_one_line(worker_killed):
     assert "A worker died" in (run / "ray.log").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # without Flower: tests/server
 def test_a_shuffler_killed_mid_run_ends_it_in_one_clear_error(long_run):
     long_run.wait_for_rounds(3)
@@ -124,7 +119,6 @@ def interrupted(tmp_path_factory, shared_ray):
         run.clean_up()
 
 
-@pytest.mark.slow
 def test_an_interrupt_ends_the_run_in_order(interrupted):
     run, (code, out, err) = interrupted
     assert (code, err.strip()) == (130, "")
@@ -140,7 +134,6 @@ def test_an_interrupt_ends_the_run_in_order(interrupted):
     wait_until(lambda: not any(map(running, run.spawned)), 30, "children to end")
 
 
-@pytest.mark.slow
 def test_rounds_below_the_minimum_batch_are_spent_and_training_goes_on(interrupted):
     folder = interrupted[0].folder
     rows = json_lines(folder / "metrics.jsonl")
@@ -159,7 +152,6 @@ def mistaken(folder, *overrides):
     return ["run", str(tiny_config(folder, 2)), "--runs", runs, *set_options(*overrides)]
 
 
-@pytest.mark.slow
 def test_a_mistake_ends_the_command_itself_in_one_line(tmp_path):
     """After all imports, so that no library writes there either."""
     command = shufl_command(*mistaken(tmp_path, "simulation.cpus_per_node=1e6"))

@@ -251,7 +251,6 @@ def audited(**changes):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_an_audit_through_the_system_refutes_no_claim_on_sums():
     for changes in ({}, {"central_noise": 1.2, "accountant": "sum-central"}):
@@ -276,7 +275,6 @@ def test_an_audit_through_the_system_finds_missing_noise(make_node, violated):
     assert (found > claim) == violated
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_noise_of_those_who_checked_in_alone_shows_in_the_variance(monkeypatch):
     """By 150 rounds and two coordinates; with cover every user's noise is in a sum."""

@@ -99,7 +99,6 @@ class Year(World):
         self.wait_until(found, f"a round of {users} users")
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_year(tmp_path):
     with Year(tmp_path) as year:

@@ -50,7 +50,6 @@ def test_a_plan_that_is_a_little_safer_is_never_dearer():
     assert all(float(rise) <= 1e-3 for _, _, rise in rises), shown
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_start_of_commands_has_a_row_for_each():
     lines = lines_of("start.py", "--repeats=1", "--rounds=1")
@@ -63,7 +62,6 @@ def test_the_start_of_commands_has_a_row_for_each():
         assert 0 < round < end and busy > 0
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "model", [[], ["--set=model.name=transformer:vision", "--set=model.options={width=32,depth=1}"]]

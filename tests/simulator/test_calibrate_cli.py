@@ -225,7 +225,6 @@ def test_of_plans_of_nearly_equal_error_what_costs_a_device_least_is_first():
     assert order == [(1.019, 5), (1.0, 9), (1.021, 1), (1.03, 8), (2.0, 1)]
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("dataset", ["mnist", "fashion-mnist"])
 def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
@@ -246,7 +245,6 @@ def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
     assert config.training.learning_rate == pytest.approx(2.5e-4 / sigma, rel=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_plan_of_those_compared_that_does_not_use_up_its_target_is_told_in_one_line():
     few = "-n 2000 --delta 1e-5 --dimension 10 --device-megabytes 0.0012"

@@ -56,7 +56,6 @@ def test_errors_cover_users_of_several_records():
     np.testing.assert_allclose(np.std(found, axis=0) / expected, 1.0, atol=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_blankets_err_less_than_answers_at_random():
     users = int(COUNTS.sum())

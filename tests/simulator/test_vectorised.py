@@ -403,7 +403,6 @@ print(max([faults() for _ in range(8)][4:]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
 @pytest.mark.nightly
 def test_what_a_block_frees_the_next_takes_without_page_faults():
