@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from canary_world import delta_shown
-from rounds import make_plan
+from canary_world import audited, claimed, delta_shown
 from run_world import json_lines, refused, summary_of, told, trained
 from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import delta_lower_bound
@@ -13,25 +12,12 @@ from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.simulator.canary import likelihood_score, projections, run_canary
 
-ALONE = make_plan(
-    users=40,
-    check_in_rate=1.0,
-    clip_norm=0.5,
-    noise_multiplier=0.6,
-    rounds=150,
-    delta=0.1,
-    target_epsilon=1.0,
-    minimum_batch=1,
-    shuffler_blankets=8.0,
-    accountant="blanket",
+ALONE = audited(
+    users=40, noise_multiplier=0.6, rounds=150, shuffler_blankets=8.0, accountant="blanket"
 )
 EPSILON = 0.5
+CLAIM = claimed(ALONE, "blanket", EPSILON)
 LIKELIHOOD = likelihood_score(ALONE, "absent")
-
-
-def claimed(plan=ALONE, name="blanket"):
-    accountant = make_accountant(name, plan.adjacency).compose(plan.event())
-    return accountant.get_delta(EPSILON)
 
 
 def shown(plan, shuffler):
@@ -42,8 +28,8 @@ def shown(plan, shuffler):
 @pytest.mark.nightly
 def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
     found = shown(ALONE, shuffler)
-    assert 0.3 * claimed() < found <= claimed()
-    assert found <= claimed(name="local")
+    assert 0.3 * CLAIM < found <= CLAIM
+    assert found <= claimed(ALONE, "local", EPSILON)
 
 
 @pytest.mark.slow
@@ -52,7 +38,7 @@ def test_a_server_that_asks_one_user_alone_stays_below_the_claim(shuffler):
 )
 def test_a_shuffler_that_adds_none_or_half_is_caught(shuffler, share, rounds):
     lying = ALONE.replace(rounds=rounds, shuffler_blankets=8.0 * share, accountant="local")
-    assert shown(lying, shuffler) > claimed()
+    assert shown(lying, shuffler) > CLAIM
 
 
 REPEATS_BLANKETS = """
@@ -76,17 +62,16 @@ def test_a_shuffler_that_adds_the_same_blankets_twice_is_caught(start_shuffler):
     plan = ALONE.replace(rounds=80)
     worlds = run_canary(plan, "absent", start_shuffler(REPEATS_BLANKETS), seed=4)
     found = delta_lower_bound(*worlds.scores(first_seen), EPSILON, 0.99)
-    assert found > claimed()
+    assert found > CLAIM
 
 
 @pytest.mark.slow
 def test_the_command_attacks_the_plan_of_a_configuration():
     checks = told("audit --end-to-end quickstart --samples 4 --epsilon 0.7")
     assert set(checks) == {"blanket", "local"}
-    event = prepare(load("quickstart")).plan.event()
+    plan = prepare(load("quickstart")).plan
     for name, check in checks.items():
-        claim = make_accountant(name, "replace").compose(event).get_delta(0.7)
-        assert check["claimed_delta"] == pytest.approx(claim)
+        assert check["claimed_delta"] == pytest.approx(claimed(plan, name, 0.7))
         assert (check["placement"], check["violated_for_every_pair"]) == ("absent", False)
         assert check["delta_lower"] == 0  # four rounds show nothing
 

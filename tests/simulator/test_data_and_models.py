@@ -15,8 +15,7 @@ from flwr.app import ArrayRecord
 from sklearn.datasets import load_digits
 from torch import nn
 
-from shufl.learning import local_update, user_updates
-from shufl.learning.config import DATASETS, Data, load
+from shufl.learning.config import DATASETS, Data
 from shufl.learning.data import datasets
 from shufl.learning.data.datasets import (
     Dataset,
@@ -31,8 +30,6 @@ from shufl.learning.parameters import frozen_digest, load_sent, sent
 from shufl.learning.tasks import Form
 from shufl.learning.your_code import find
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine_interface import engine_of
-from shufl.results.experiment import prepare
 from shufl.shuffler import model_digest
 
 
@@ -275,39 +272,6 @@ def test_a_callable_of_yours_is_a_dataset_of_tensors_arrays_and_numbers_of_numpy
     inputs = dataset.inputs(dataset.train_features)
     assert inputs[1].tolist() == [1.5, 1.0, 0.125] and not inputs.requires_grad
     assert len(dataset_digest(dataset)) == 64
-
-
-@pytest.mark.slow
-def test_token_ids_as_numbers_of_float32_train_a_model_in_both_engines(monkeypatch):
-    """As the line that refuses other whole numbers says."""
-    ids = torch.arange(24).reshape(8, 3)
-    tokens = flowers(train_features=ids.float(), mean=(0.0,), std=(1.0,), scale=1.0)
-    name = of_this_module(monkeypatch, lambda: tokens)
-    sets = [f"data.dataset={name}", f"model.name={__name__}:Words", "privacy.minimum_batch=1"]
-    sets.append("simulation.nodes=2")
-    for engine in ("flower", "vectorised"):
-        experiment = prepare(load("quickstart", [*sets, f"simulation.engine={engine}"]))
-        engine_of(engine)(experiment)
-        records = map(experiment.load_users(), range(8))
-        features, labels = map(torch.stack, zip(*records, strict=True))
-        model, training = experiment.make_model(), experiment.local_training
-        users = zip(features, labels, strict=True)
-        alone = [local_update(model, *each, training, 0) for each in users]
-        seeds = torch.zeros(len(labels), dtype=torch.int64)
-        together = user_updates(model, features, labels, training, seeds)["embedding.weight"]
-        assert np.allclose(np.stack(alone)[:, :48], together.flatten(1), atol=1e-6)
-        assert [row.any(1).nonzero()[:, 0].tolist() for row in together] == features[:, 0].tolist()
-
-
-class Words(nn.Module):
-    """The mean of learnt vectors of 24 words."""
-
-    def __init__(self, input_shape, classes):
-        super().__init__()
-        self.embedding, self.linear = nn.Embedding(24, 2), nn.Linear(2, classes)
-
-    def forward(self, x):
-        return self.linear(self.embedding(x.long()).mean(1))
 
 
 @pytest.mark.parametrize(
@@ -600,20 +564,6 @@ def test_batch_norm_of_frozen_parameters_uses_its_statistics_in_training_too():
     copied = copy.deepcopy(model).train()
     assert torch.equal(copied(records)["logits"], model.eval()(records)["logits"])
     assert copied.layers[1].train() is copied.layers[1] is not model.layers[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
-        ("no_such_module:net", "could not be imported"),
-        ("torch.nn:NoSuchLayer", "could not be imported"),
-        ("small-cnn", "could not be built for records of float32 of shape"),
-    ],
-)
-def test_names_of_no_model_for_these_records_say_why(name, message):
-    with pytest.raises(ConfigError, match=message):
-        build_model(name, FORM, 0)
 
 
 def with_attribute(input_shape, classes, value):
