@@ -129,22 +129,6 @@ def test_no_pair_in_the_ball_exceeds_the_worst(dimension):
                 assert truth - error <= worst[pair]
 
 
-@pytest.mark.parametrize(
-    ("pair", "x", "other"),
-    [
-        (OPPOSITE, [0.99, 0.0, 0.0], [-0.98, 0.05, -0.05]),
-        (AGAINST_ZERO, [0.6, -0.5, 0.6], [0.0, 0.0, 0.0]),
-        (ZERO_AGAINST, [0.0, 0.0, 0.0], [0.0, 0.7, -0.7]),
-    ],
-)
-def test_nearly_the_worst_pair_is_nearly_as_bad(pair, x, other):
-    """The comparison above can fail: a pair close to the worst comes close to the bound."""
-    setting = 0.5, 1.0, 5.0, 1.2
-    low, high = bounds(*setting, pair)
-    truth, error = estimated(*setting, x, other, 100_000, np.random.default_rng(1))
-    assert 0.95 * low - error < truth < high + error
-
-
 def among_others(rate, noise, blankets, alpha, x, other, rest, draws, rng):
     """H_α when the server sees all reports in random order: mean, five errors.
 
@@ -234,8 +218,6 @@ def test_the_real_mechanism_with_others_anywhere_stays_below(others):
         (1.0, 1.0, 1000.0, 1, 1e-6, "replace", 0.2700),
         *by_night(
             (0.1, 5.0, 600.0, 5540, 1 / 60_000, "replace", 0.4072),
-            (0.1, 5.0, 60.0, 5540, 1 / 60_000, "replace", 1.4447),
-            (0.5, 1.0, 200.0, 47, 1 / 1437, "replace", 1.496),
             (0.02, 1.5, 250.0, 3000, 1e-5, "replace", 0.3193),
         ),
     ],

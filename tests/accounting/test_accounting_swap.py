@@ -250,21 +250,3 @@ def test_sums_at_several_shifts(pair, terms, rate, alpha):
     mean = terms * (rate * law.mean + (1.0 - rate) * (1.0 - alpha))
     far = np.array([-30.0, 30.0, 1e3, 1e6]) * spread
     assert np.all(positive_parts(law, count, far) >= np.maximum(far + mean, 0.0))
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("rate", [0.8, *by_night(0.1, 1.0)])
-@pytest.mark.parametrize("alpha", [1.0, 1.5])
-def test_two_terms_at_several_shifts_by_quadrature(pair, rate, alpha):
-    law = worst_law(pair, 0.7, alpha, 1.2)
-    t = np.linspace(-9.0, 11.0, 1601)
-    weight = rate * np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
-    v, p = np.append(law.value(t), 1.0 - alpha), np.append(weight, 1.0 - rate)
-    shifts = np.array([-20.0, -3.0, -0.5, 0.0, 0.2, 1.0, 5.0, 50.0])
-    found = positive_parts(law, TermsCount(2, rate, 1.0 - rate, alpha - 1.0), shifts)
-    for shift, bound in zip(shifts, found, strict=True):
-        exact = float(p @ np.maximum(shift + v[:, None] + v, 0.0) @ p)
-        assert bound >= exact * (1.0 - 1e-4)
-        # (y + s)_+ <= y_+ + s_+ is the worst that may happen, but for noise added to two terms.
-        parted = float(p @ np.maximum(v[:, None] + v, 0.0) @ p) + max(shift, 0.0)
-        assert bound <= 1.2 * parted

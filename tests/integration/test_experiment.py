@@ -57,22 +57,12 @@ each = [{}, {"simulation.silent" = 0.5}]
 
 
 CAME_TO = {
-    **{
-        "central_noise": 0.0,
-        "score_name": "accuracy",
-        "score": 0.25,
-        "loss": None,
-        "constant": None,
-        "rounds": 3,
-        "delta": None,
-        "check_in_rate": 0.5,
-    },
-    **{"noise_multiplier": 1.0, "shuffler_blankets": 0.0, "seconds": 0.5, "epsilon": {"pld": 2.0}},
-    **{"adjacency": "replace", "accountant": "pld", "command": "a, b", "commit": "0123"},
-    "date": "2026-11-26 00:45+00:00",
-    "rests_on": "",
-    "versions": {"shufl": "1", "torch": "2+cpu"},
-}
+    "central_noise": 0.0, "score_name": "accuracy", "score": 0.25, "loss": None, "constant": None,
+    "rounds": 3, "delta": None, "check_in_rate": 0.5, "noise_multiplier": 1.0,
+    "shuffler_blankets": 0.0, "seconds": 0.5, "epsilon": {"pld": 2.0}, "adjacency": "replace",
+    "accountant": "pld", "command": "a, b", "commit": "0123", "date": "2026-11-26 00:45+00:00",
+    "rests_on": "", "versions": {"shufl": "1", "torch": "2+cpu"},
+}  # fmt: skip
 
 
 def write_grid(folder, rounds, **replacements):

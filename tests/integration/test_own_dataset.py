@@ -41,9 +41,6 @@ MODULE = """
         labels = (records[:, 0] > 0).long()
         return Dataset(records[:100], labels[:100], records[100:], labels[100:], classes=2)
 
-    def doubled(records):
-        return torch.cat([records, records], 1)
-
     DIRECTIONS = torch.randn(4, 2)
 
     def projected(records):

@@ -143,11 +143,6 @@ def longer(name, line):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes() + line)
 
 
-def shorter_ledger(folder):
-    ledger = folder / "ledger.jsonl"
-    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:3]))
-
-
 def models_file(folder):
     shutil.copy(folder / "model.pt", folder / "checkpoint.pt")
 
@@ -189,12 +184,8 @@ SPOILT = {
     "no configuration": (
         missing(CONFIG), ConfigError, "a run folder has a config.toml, .* has none"
     ),
-    "no ledger": (missing(LEDGER), LedgerError, "tells of round 5: it lacks rounds"),
     "damaged ledger": (
         replaced(LEDGER, b'"round":2', b'"round":3'), LedgerError, "ledger .* is damaged at line 3"
-    ),
-    "shorter ledger": (
-        shorter_ledger, LedgerError, r"ends at round 2, but metrics.jsonl tells of round 5"
     ),
     "no checkpoint": (missing(CHECKPOINT), CheckpointError, "checkpoint .* is missing"),
     "damaged checkpoint": (
@@ -202,9 +193,6 @@ SPOILT = {
     ),
     "damaged metrics": (  # as after a power cut
         longer(METRICS, b"\0\0\n"), MetricsError, "metrics.jsonl is damaged at line 6"
-    ),
-    "foreign metrics": (
-        longer(METRICS, b'{"round": 5}\n'), MetricsError, "metrics.jsonl is damaged at line 6"
     ),
     "model's file": (models_file, CheckpointError, "checkpoint .* cannot be read"),
     "other run's checkpoint": (

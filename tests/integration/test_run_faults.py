@@ -89,23 +89,6 @@ def test_a_killed_ray_worker_ends_the_run_in_one_line(worker_killed):
     assert "A worker died" in (run / "ray.log").read_text()
 
 
-@pytest.mark.nightly  # without Flower: tests/server
-def test_a_shuffler_killed_mid_run_ends_it_in_one_clear_error(long_run):
-    long_run.wait_for_rounds(3)
-    os.kill(long_run.shuffler_pid, signal.SIGKILL)
-    code, out, err = long_run.finish()
-    assert code == 1
-    (line,) = [line for line in err.splitlines() if line.strip()]
-    assert "rounds spent" in out
-    assert line.startswith("error: shuffler at 127.0.0.1:")
-    assert "does not answer" in line
-    done = len(json_lines(long_run.folder / "metrics.jsonl"))
-    spent = Ledger.read(long_run.folder / "ledger.jsonl").entries
-    assert [entry.round for entry in spent] == list(range(1, len(spent) + 1))
-    assert done <= len(spent) <= done + 1
-    wait_until(lambda: not any(map(running, long_run.spawned)), 30, "children to end")
-
-
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory, shared_ray):
     """A run none of whose batches is large enough, ended by Ctrl-C."""

@@ -19,7 +19,7 @@ from shufl.clients.device_ledger import RoundRefused
 from shufl.learning import LocalTraining, local_update
 from shufl.learning.config import load
 from shufl.learning.parameters import sent
-from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.protocol.mechanisms import GaussianMechanism, SeededRandomness, seed_of_shuffler
 from shufl.protocol.mechanisms.summed_reports import (
     mask,
     signed,
@@ -115,21 +115,15 @@ def test_a_deployed_node_sends_one_message_of_all_its_users(summed_round, tmp_pa
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        (
-            {"noise_multiplier": 0.005, "accountant": "sum-central"},
-            "noise_multiplier must be 0 or at",
-        ),
+        ({"noise": 0.005, "accountant": "sum-central"}, "noise_multiplier must be 0 or at"),
         ({"users": 10**12, "least_present": 10**12}, "at most 31 bits"),
     ],
 )
 def test_a_device_refuses_what_its_whole_numbers_cannot_carry(summed_round, tmp_path, changed, why):
     round = summed_round(rate=0.5).deployed(tmp_path / "device.db")
-    if "noise_multiplier" in changed:
-        mechanism = round.plan.mechanism.model_copy(
-            update={"noise_multiplier": changed.pop("noise_multiplier")}
-        )
-        changed = {"mechanism": mechanism} | changed
-    round.under(**changed)
+    given = {name: value for name, value in changed.items() if name != "noise"}
+    mechanism = GaussianMechanism(noise_multiplier=changed.get("noise", 2.0))
+    round.under(**given, mechanism=mechanism)
     with pytest.raises(ValueError, match=why):
         device_node(round)
 
@@ -221,10 +215,8 @@ def test_the_vectorised_engine_adds_noise_of_that_size(tmp_path):
     ("changes", "why"),
     [
         (["privacy.cover=false"], "cover must be true with mixing sum, got false"),
-        (
-            ["privacy.mechanism=ldp-sgd", "privacy.noise_multiplier=2"],
-            "mechanism must be gaussian with mixing sum",
-        ),
+        (["privacy.mechanism=ldp-sgd", "privacy.noise_multiplier=2"],
+         "mechanism must be gaussian with mixing sum"),
         (["privacy.shuffler_blankets=5"], "shuffler_blankets must be 0 with mixing sum"),
         (["privacy.participation=allocation"], "participation must be check-in"),
         (["privacy.accountant=blanket"], "accountant of sums must be"),
@@ -233,7 +225,7 @@ def test_the_vectorised_engine_adds_noise_of_that_size(tmp_path):
         (["privacy.mixing=shuffle"], "central_noise must be 0 without mixing sum, got 2"),
         (["privacy.noise_multiplier=0.001"], r"noise_multiplier must be 0 or at least 0\.00725"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_with_sums_is_refused_in_one_line(changes, why):
     with pytest.raises(ConfigError, match=why) as refused:
         FlowerEngine(prepare(load("quickstart", [*SETTINGS, *changes])))

@@ -84,13 +84,7 @@ def test_the_vectorised_engine_has_a_row_for_each_path(model):
         ("huge", "mean", 0.1, 0.3),
         ("hidden", "spectral-filter", 0, 0.15),
         ("longest", "spectral-filter", 0.1, 0.3),
-        *by_night(
-            ("none", "mean", 0, 0),
-            ("none", "spectral-filter", 0, 0.02),
-            ("flip", "mean", 0, 0),
-            ("opposite", "spectral-filter", 0, 0.02),
-            ("longest", "mean", 0, 0),
-        ),
+        *by_night(("none", "spectral-filter", 0, 0.02), ("opposite", "spectral-filter", 0, 0.02)),
     ],
 )
 def test_a_poisoned_run_leaves_out_what_it_should(attack, aggregator, least, most):

@@ -3,9 +3,6 @@
 import dataclasses
 import math
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -386,34 +383,6 @@ def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, overrides, mess
         run_folder(tmp_path, *overrides)
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
-
-
-FAULTS = """
-import resource, sys, torch
-from shufl.simulator.engines import keep_freed_memory
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    [torch.ones(2**22) for _ in range(6)]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-print(max([faults() for _ in range(8)][4:]))
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
-@pytest.mark.nightly
-def test_what_a_block_frees_the_next_takes_without_page_faults():
-    def faults(how):
-        command = [sys.executable, "-c", FAULTS, how]
-        return int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-
-    without = faults("as it comes")
-    if without < 1000:
-        pytest.skip("pages are large here, or faults are not counted")
-    assert faults("keep") < without / 10
 
 
 @pytest.mark.slow
