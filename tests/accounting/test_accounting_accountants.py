@@ -378,14 +378,6 @@ def test_asking_before_each_round_changes_nothing(name):
     assert (accountant.get_epsilon(1e-6), accountant.ledger) == before
 
 
-def test_mixed_runs_of_events_add_up_in_any_order():
-    one = accounting.make_accountant("rdp")
-    for event, count in ((CHECK_IN, 2), (FIXED, 1), (CHECK_IN, 1), (FIXED, 2)):
-        one.compose(event, count)
-    other = accounting.make_accountant("rdp").compose(FIXED, 3).compose(CHECK_IN, 3)
-    np.testing.assert_allclose(one.rdp, other.rdp, rtol=1e-13)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_an_infinite_epsilon_has_a_reason_in_one_line(name):
     accountant = accounting.make_accountant(name)

@@ -67,14 +67,6 @@ def test_large_groups_are_the_sum_over_who_sent_a_uniform_value():
     assert np.all(got <= truth * 1.03)
 
 
-def test_the_clones_pair_at_its_own_probability():
-    # One report alone is the coin itself, and many hide it.
-    local, epsilons = 1.2, np.array([0.0, 0.5, 1.1, 1.3])
-    coin = np.maximum((math.exp(local) - np.exp(epsilons)) / (1 + math.exp(local)), 0)
-    np.testing.assert_allclose(clones_delta(1, local, epsilons), coin, rtol=1e-6)
-    assert clones_delta(10_000, local, [0.3])[0] < 1e-9
-
-
 @pytest.mark.parametrize(("rounds", "rate"), [(1, 1.0), (40, 1.0), (1, 0.05)])
 def test_composition_and_sampling_of_a_known_profile(rounds, rate):
     shift, delta = 0.3, 1e-6

@@ -234,8 +234,3 @@ def test_as_printed_falls_below_the_true_divergence_if_hardly_anyone_checks_in()
     printed = t3.shuffled_check_in_gaussian(57, 0.00036, 1.7233, 48)[48]
     exact = rdp_bounds.forward_moments(57, 57, 0.00036, 1.7233, 48)[48]
     assert printed < 0.1 * exact  # high ones are not
-
-
-def test_a_hundred_million_expected_reports_are_no_harder():
-    result = t3.shuffled_check_in_gaussian(10**9, 0.1, 1.0, 256)
-    assert np.all(np.isfinite(result))

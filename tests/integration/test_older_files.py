@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import run_world
 import shufl
-from run_world import invoke, json_lines, model_of
+from run_world import invoke, json_lines, model_of, summary_of
 from shufl.clients import RoundRefused, load_device
 from shufl.shuffler import RoundHeader
 
@@ -72,7 +72,7 @@ def test_a_runs_rounds_cost_what_they_cost(old, run):
 
 def test_a_finished_run_is_read_back(old):
     folder = old / "runs/finished"
-    summary = json.loads((folder / "summary.json").read_bytes())
+    summary = summary_of(folder)
     run = shufl.load_run(folder)
     assert (len(run.metrics), run.stopped_by) == (5, "budget")
     assert (run.score_name, run.score) == ("accuracy", summary["accuracy"])
@@ -108,7 +108,7 @@ def test_a_run_has_a_page(old):
 
 def other_version():
     """Of the packages that a resumption needs as they were, one that has another version here."""
-    summary = json.loads((FIXTURES / "runs/finished/summary.json").read_bytes())
+    summary = summary_of(FIXTURES / "runs/finished")
     for name in ("shufl", "torch", "numpy"):
         before, here = summary["versions"][name], importlib.metadata.version(name)
         if before != here:

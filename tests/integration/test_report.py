@@ -462,17 +462,6 @@ def test_a_print_fits_on_a4_and_its_first_page_is_in_plain_words(what, request, 
     assert measured["tables"] and all(inner <= outer for inner, outer in measured["tables"])
 
 
-@pytest.mark.slow
-@browser
-def test_the_picture_of_the_first_page_is_made(run_folder, tmp_path):
-    report_picture.take(run_folder, tmp_path / "report.png")
-    picture = matplotlib.image.imread(tmp_path / "report.png")
-    shown = matplotlib.image.imread(ROOT / "docs/report.png")
-    assert picture.shape[1] == shown.shape[1] and abs(picture.shape[0] - shown.shape[0]) < 400
-    assert picture[-1].min() > 0.99 and picture[-60:].min() < 0.7  # it ends below the last words
-    assert (ROOT / "docs/report.png").stat().st_size < 100_000
-
-
 def measure(folder, page, width):
     """What a browser says of the page in a frame; its own rule against scripts is taken out."""
     alone, rules = re.subn(r"<meta http-equiv=.*?>", "", page, flags=re.S)

@@ -151,13 +151,8 @@ def killed(request, tmp_path_factory, shared_ray):
         "model.name=odd_models:waits_in_round_4",  # so that it has not ended
         f"model.options={{folder='{folder}'}}",
     )
-    killed = LongRun(
-        folder,
-        *set_options(*overrides),
-        *WITH_BLANKETS,
-        ray=request.param,
-        cwd=HERE,
-    )
+    options = *set_options(*overrides), *WITH_BLANKETS
+    killed = LongRun(folder, *options, ray=request.param, cwd=HERE)
     try:
         killed.wait_for_rounds(3)
         killed.process.kill()
@@ -241,18 +236,11 @@ def test_the_vectorised_engine_spends_and_records_what_the_flower_engine_does(fi
 
 def test_the_run_folder_is_complete_and_names_no_user(finished):
     _, folder = finished
-    names = {path.name for path in folder.iterdir()}
-    assert {
-        "config.toml",
-        "plan.json",
-        "metrics.jsonl",
-        "tensorboard",
-        "ledger.jsonl",
-        "checkpoint.pt",
-        "model.pt",
-        "summary.json",
-        "score_epsilon.png",
-    } <= names
+    expected = {
+        "config.toml", "plan.json", "ledger.jsonl", "metrics.jsonl", "summary.json", "model.pt",
+        "checkpoint.pt", "tensorboard", "score_epsilon.png",
+    }  # fmt: skip
+    assert expected <= {path.name for path in folder.iterdir()}
     assert (folder / "score_epsilon.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     _, *log = (folder / "shuffler.log").read_text().splitlines()  # the first is its configuration

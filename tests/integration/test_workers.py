@@ -249,13 +249,6 @@ def test_sigterm_ends_a_wait_for_cpus_that_others_have(tmp_path):
     assert "interrupted" in out and "Fewer rounds are spent" in out
 
 
-def test_more_workers_than_cpus_need_a_cluster(tmp_path, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    many = (os.cpu_count() or 1) + 1
-    with pytest.raises(ConfigError, match=f"simulation.workers must be at most .*, got {many}"):
-        engine(tmp_path, f"simulation.workers={many}")
-
-
 @pytest.fixture(scope="module")
 def no_cluster():
     """Addresses where Ray is not: nobody listens, nobody answers, somebody else does.

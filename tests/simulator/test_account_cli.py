@@ -57,14 +57,9 @@ def test_what_is_printed_is_no_less_than_what_was_computed():
 def small_plan(**changes):
     """Of so few users that every accountant prices it soon."""
     values = {
-        "users": 20,
-        "check_in_rate": 0.2,
-        "noise_multiplier": 2.0,
-        "rounds": 9,
-        "delta": 1e-4,
-        "target_epsilon": 50.0,
-        "minimum_batch": 1,
-    }
+        "users": 20, "check_in_rate": 0.2, "noise_multiplier": 2.0, "rounds": 9,
+        "delta": 1e-4, "target_epsilon": 50.0, "minimum_batch": 1,
+    }  # fmt: skip
     return make_plan(**values | changes)
 
 

@@ -1,4 +1,4 @@
-"""Every mistake is one line that names the key, the value and what is allowed."""
+"""Configurations: what is left out of them, what they mean, and the odder mistakes in them."""
 
 import pkgutil
 import subprocess
@@ -13,55 +13,6 @@ from nights import by_night
 from shufl.learning.config import DATASETS, FEATURES, dumps, load, shipped
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("privacy.check_in_rate=1.3",
-         r"privacy.check_in_rate must be a number in \[1e-12, 1\], got 1.3"),
-        ("privacy.clip_norm=9e-19", r"privacy.clip_norm must be a number in \[1e-18, 1e15\]"),
-        ("data.users=1000000000001",
-         r"data.users must be a whole number from 1 to 10\^12 or left out, got 1"),
-        ("simulation.round_timeout=1.1e9", r"simulation.round_timeout must be a number in \(0, 10"),
-        ("simulation.nodes=1000001", r"simulation.nodes must be a whole number from 1 to 10\^6"),
-        ("simulation.records_per_chunk=1000001",
-         r"records_per_chunk must be a whole number from 1 to 10\^6, got 1000001"),
-        ("simulation.worker=2", r"unknown key simulation.worker; did you mean workers\?"),
-        ("privacy.shuffler_blankets=-1",
-         r'privacy.shuffler_blankets must be "least-error" or a number from 0 to 10\^7, got -1'),
-        ("shuffler.number=0", "shuffler.number must be a whole number from 1 to 64, got 0"),
-        ("data.dataset=mnits",
-         "data.dataset must be one of digits, .*, module:callable, or a table .*, got 'mnits'"),
-        ("learning_rate=1.0", "unknown key learning_rate; allowed: name, seed"),
-        ("data.features=wavelets", r"data\.features must be one of scattering, or module:"),
-        ("seed=-1", r'seed must be a whole number in \[0, 2\^63\), or "system"'),
-        ("simulation=3", "simulation must be a table of values, got 3"),
-        ("name=../up", r"name must be at most 100 letters, digits, .* got '\.\./up'"),
-        ("name.first=1", "name is not a section"),
-    ],
-)  # fmt: skip
-def test_one_line_for_each_mistake(override, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        load("quickstart", [override])
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        *((["shuffler.number=4", override],
-           "shuffler.number must be at most the number of nodes and of users, 3, got 4$")
-          for override in ("simulation.nodes=3", "data.users=3")),
-        (["privacy.shuffler_blankets=least-error"],
-         "privacy.shuffler_blankets must be a number with accountant theorem3, which does"),
-        (["privacy.delta=4.9e-20"],
-         "privacy.delta of a plan of 500 rounds must be at least 5e-20, .* got 4.9e-20"),
-    ],
-)  # fmt: skip
-def test_values_that_do_not_fit_each_other_are_one_line(overrides, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        prepare(load("quickstart", overrides))
 
 
 def without(*keys):

@@ -372,11 +372,6 @@ def test_of_a_user_with_more_records_so_many_are_used_and_always_the_same(scheme
         assert (np.concatenate([row[:9] for row in rows_of(everything, 30)]) != some.index).any()
 
 
-def test_what_is_said_of_equal_users():
-    said = dealt_to(np.arange(60_000) % 10, None, 1000, "iid", 0).told("dealt")
-    assert said == "1 000 users dealt, 60 records each, 60 000 in all"
-
-
 def test_skewed_schemes_are_skewed():
     labels = np.arange(5000) % 10
 

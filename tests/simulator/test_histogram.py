@@ -48,15 +48,6 @@ def test_errors_cover_users_of_several_records():
     np.testing.assert_allclose(np.std(found, axis=0) / expected, 1.0, atol=0.1)
 
 
-@pytest.mark.nightly
-def test_blankets_err_less_than_answers_at_random():
-    users = int(COUNTS.sum())
-    asked = {"target_epsilon": 0.5, "delta": 1e-6, "check_in_rate": 1.0}
-    plans = [plan_for(users, 5, name, **asked)[0] for name in ("blanket", "crowd", "local")]
-    errors = [Histogram.of(COUNTS / users, plan).errors.mean() for plan in plans]
-    assert errors[0] < errors[1] < errors[2]
-
-
 def test_consistent_shares_are_the_nearest_on_the_simplex():
     draw = np.random.default_rng(5)
     for _ in range(50):

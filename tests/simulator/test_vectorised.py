@@ -21,7 +21,7 @@ from shufl.learning.config import load
 from shufl.learning.data.partition import PartitionedRecords
 from shufl.learning.models import mlp
 from shufl.learning.parameters import sent
-from shufl.protocol.mechanisms import SeededRandomness, clip, make_randomness
+from shufl.protocol.mechanisms import SeededRandomness, clip
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
 from shufl.server import RoundFailed
@@ -247,15 +247,6 @@ def test_the_least_clip_norm_is_as_exact_as_another():
     expected = sum_by_hand(of, checked_in(1), 1) / (USERS * RATE)
     atol = 1e-24 + largest_rounding(of, 1)  # one block
     np.testing.assert_allclose(aggregate.estimate, expected, rtol=1e-4, atol=atol)
-
-
-def test_summed_noise_is_reproducible_and_has_the_law_of_a_sum():
-    first = SeededRandomness(3).summed_noise(1, 9, 1000)
-    assert np.array_equal(first, SeededRandomness(3).summed_noise(1, 9, 1000))
-    assert not np.isin(first, SeededRandomness(3).summed_noise(2, 9, 1000)).any()
-    one, four = (make_randomness(None).summed_noise(1, k, 20_000) for k in (1, 4))
-    assert stats.kstest(one, "norm").pvalue > 1e-7
-    assert stats.kstest(four / 2, "norm").pvalue > 1e-7
 
 
 def test_only_users_who_checked_in_are_touched(monkeypatch):
