@@ -45,7 +45,7 @@ def test_each_refusal_of_a_spreadsheet_is_on_its_page_with_its_answer(tmp_path):
 
 
 @pytest.mark.usefixtures("shared_ray")
-@pytest.mark.nightly  # tests/server and test_poisoning_benchmark.py without Flower
+@pytest.mark.nightly  # tests/server and test_benchmarks.py have it without Flower
 def test_an_aggregator_of_ones_own_gets_every_report(tmp_path):
     printed = printed_by("spectral_filter", tmp_path)
     left_out, reports = re.search(r", (\d+) of (\d+) reports left out$", printed).groups()

@@ -44,7 +44,7 @@ def changed(setting, value, before):
 
 
 def little_depth():
-    enough = len(inspect.stack(0)) + 45
+    enough = len(inspect.stack(0)) + 46
     return changed(sys.setrecursionlimit, enough, sys.getrecursionlimit())
 
 
