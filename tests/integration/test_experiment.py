@@ -1,4 +1,4 @@
-"""Grids of runs on a real Ray: killed and gone on with, a point that fails, the page."""
+"""Grids of runs on a real Ray: interrupted and gone on with, a point that fails, the page."""
 
 import csv
 import fcntl

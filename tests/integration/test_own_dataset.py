@@ -1,4 +1,4 @@
-"""A dataset of yours: a module on disk, found by every process of a run that needs it."""
+"""A dataset of yours, a module on disk: found, the same in every process, or refused."""
 
 import os
 import subprocess

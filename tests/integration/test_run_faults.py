@@ -1,4 +1,4 @@
-"""How a run goes on or ends where nodes, the shuffler or the user break in: real faults."""
+"""How a run goes on or ends where a Ray worker dies or the user breaks in: real faults."""
 
 import json
 import math
