@@ -25,7 +25,7 @@ soak: .venv/ready  ## some 100 kills of each party in one process, and kills in 
 	$(BIN)/pytest -m nightly -s tests/server/test_server_faults.py tests/integration/test_deployment_soak.py
 
 check: .venv/ready lint  ## lint, types and the fast tests: what to run before a commit
-	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not nightly"
 
 # Compiles the tests once, before several processes would; each of the two here has a processor.
 collected: .venv/ready

@@ -2,9 +2,22 @@
 
 import numpy as np
 
+from rounds import make_plan
+from shufl.accounting import make_accountant
 from shufl.accounting.audit.attack import clopper_pearson
 from shufl.clients import Node
 from shufl.protocol.mechanisms import SeededRandomness
+
+
+def audited(**values):
+    """A plan whose rounds are attacked; the budget stays out of their way."""
+    usual = {"check_in_rate": 1.0, "clip_norm": 0.5, "delta": 0.1, "minimum_batch": 1}
+    return make_plan(**usual | {"target_epsilon": 1e300} | values)
+
+
+def claimed(plan, accountant, epsilon):
+    """δ of one round, as an accountant states it."""
+    return make_accountant(accountant, plan.adjacency).compose(plan.event()).get_delta(epsilon)
 
 
 def delta_shown(worlds, log_ratio, epsilon):

@@ -5,8 +5,7 @@ import pytest
 
 def by_night(*values):
     """More values of a parametrised test, each a tuple where there are several parameters."""
-    marks = pytest.mark.slow, pytest.mark.nightly
     return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
         for value in values
     ]

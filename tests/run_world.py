@@ -76,6 +76,31 @@ def shufl(*arguments, **options):
     return play(arguments, LIMIT, **options)
 
 
+def invoke(command, *more):
+    """What a command answers, played in this process; its words, and more arguments as they are."""
+    from typer.testing import CliRunner
+
+    from shufl.cli.__main__ import app
+
+    return CliRunner().invoke(app, [*command.split(), *map(str, more)])
+
+
+def told(command, *more):
+    """What it prints as JSON."""
+    ended = invoke(command, *more, "--json")
+    assert ended.exit_code == 0, ended.output
+    return json.loads(ended.stdout)
+
+
+def refused(command, *more):
+    """The one line by which it refuses, with status 2, and prints nothing else."""
+    ended = invoke(command, *more)
+    assert (ended.exit_code, ended.stdout) == (2, ""), ended.output
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
 def python_path(folder):
     """A PYTHONPATH with this folder first."""
     return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -109,6 +134,10 @@ def same_model(one, other):
     """Whether two runs ended with the same model, to the bit."""
     models = model_of(one), model_of(other)
     return all(torch.equal(models[0][name], value) for name, value in models[1].items())
+
+
+def summary_of(folder):
+    return json.loads((Path(folder) / "summary.json").read_bytes())
 
 
 def json_lines(path):

@@ -1,12 +1,9 @@
 """Events, accountants, rdp_bounds."""
 
 import collections
-import functools
 import itertools
 import math
 import re
-import subprocess
-import sys
 
 import attrs
 import dp_accounting
@@ -21,7 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from nights import by_night
-from rounds import check_in, everyone, fixed_size, make_plan, with_noise
+from rounds import check_in, everyone, fixed_size, with_noise
 from shufl import accounting, protocol
 from shufl.accounting.accountants.renyi import CappedTheorem3Accountant
 from shufl.accounting.numerics import renyi_divergence as rdp_bounds
@@ -63,22 +60,17 @@ def test_events_round_trip_through_named_tuples(event):
     [
         (lambda: check_in(10, 1.3, 1.0),
          r"check-in rate must lie in \(0, 1\], got 1.3"),
-        (lambda: check_in(10, 0.0, 1.0), "check-in rate must lie"),
         (lambda: check_in(10, math.nan, 1.0), "got nan"),
         (lambda: check_in(0, 0.5, 1.0),
          "number of users must be at least 1, got 0"),
         (lambda: check_in(True, 0.5, 1.0), "must be an integer"),
-        (lambda: check_in(2.5, 0.5, 1.0), "must be an integer"),
         (lambda: everyone(10, -1.0),
          r"noise_multiplier must be a number in \[0, 1e15\], got -1.0"),
-        (lambda: everyone(10, math.inf), "noise_multiplier must be a number"),
         (lambda: everyone(10, "3"), "must be a number"),
         (lambda: fixed_size(10, 11, 1.0),
          r"number of reports must be in 0..10, got 11"),
-        (lambda: fixed_size(10, -1, 1.0), "number of reports"),
         (lambda: check_in(10, 0.5, 1.0, -1.0),
          r"shuffler blankets must lie in \[0, inf\), got -1.0"),
-        (lambda: check_in(10, 0.5, 1.0, math.inf), "got inf"),
         (lambda: check_in(10, 0.5, 1.0, math.nan), "got nan"),
         (lambda: check_in(10, 0.5, 1.0, True), "a number"),
     ],
@@ -345,39 +337,6 @@ def test_no_noise_is_not_private(name):
         assert accountant.get_delta(10.0) == 1.0
 
 
-# Those that compose profiles do it alike: `pld` takes the least time.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["theorem3", "rdp", "pld", "local", *by_night("crowd", "blanket")])
-def test_dp_accountings_calibration_finds_the_noise(name):
-    (small, *_) = priced(name, (check_in(50, 0.2, 1.0), check_in(50, 0.2, 1.0, 3.0)))
-    orders = {"max_order": 64} if name in ("theorem3", "rdp") else {}
-    make = functools.partial(accounting.ACCOUNTANTS[name], **orders)
-
-    def event(noise, rounds=10):
-        return dp_accounting.SelfComposedDpEvent(with_noise(small, noise), rounds)
-
-    noise = dp_accounting.calibrate_dp_mechanism(
-        make, event, 5.0, 1e-5, dp_accounting.LowerEndpointAndGuess(0.1, 5.0), tol=1e-3
-    )
-    assert make().compose(event(noise)).get_epsilon(1e-5) <= 5.0
-    assert make().compose(event(noise - 4e-3)).get_epsilon(1e-5) > 5.0
-    rounds = dp_accounting.calibrate_dp_mechanism(
-        make, functools.partial(event, noise), 5.0, 1e-5,
-        dp_accounting.ExplicitBracketInterval(5, 20), discrete=True,
-    )  # fmt: skip
-    assert 9 <= rounds <= 11
-
-
-@pytest.mark.parametrize("name", ["theorem3", "rdp"])
-def test_more_rounds_more_noise_and_more_users_move_epsilon_the_right_way(name):
-    def epsilon(users=2000, rate=0.1, noise=4.0, rounds=100):
-        event = check_in(users, rate, noise)
-        return accounting.make_accountant(name).compose(event, rounds).get_epsilon(1e-5)
-
-    assert epsilon(rounds=101) > epsilon() > epsilon(noise=4.1)
-    assert epsilon(rate=0.11) > epsilon() > epsilon(users=2200)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "room"), [("pld", 1.002), ("blanket", 1.005), *by_night(("crowd", 1.02))]
@@ -419,14 +378,6 @@ def test_asking_before_each_round_changes_nothing(name):
     assert (accountant.get_epsilon(1e-6), accountant.ledger) == before
 
 
-def test_mixed_runs_of_events_add_up_in_any_order():
-    one = accounting.make_accountant("rdp")
-    for event, count in ((CHECK_IN, 2), (FIXED, 1), (CHECK_IN, 1), (FIXED, 2)):
-        one.compose(event, count)
-    other = accounting.make_accountant("rdp").compose(FIXED, 3).compose(CHECK_IN, 3)
-    np.testing.assert_allclose(one.rdp, other.rdp, rtol=1e-13)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_an_infinite_epsilon_has_a_reason_in_one_line(name):
     accountant = accounting.make_accountant(name)
@@ -453,34 +404,6 @@ def test_what_limits_a_renyi_accountant_is_said_and_more_orders_help():
     assert "order is 2" in published.note(1 / 60_000)
     exact = accounting.make_accountant("rdp", "zero-out").compose(CHECK_IN, 5540)
     assert exact.note(1 / 60_000) is None
-
-
-MODULES = {"blanket": {"local"}, "crowd": {"local"}, "pld": {"local", "renyi"}, "local": set()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["blanket", *by_night(*(each for each in ALL if each != "blanket"))]
-)
-def test_a_process_that_asks_one_accountant_loads_no_other_and_no_framework(name):
-    """But for the accountants whose ε it takes where that is less."""
-    sums = {"mixing": "sum", "cover": True, "central_noise": 2.0} if name.startswith("sum") else {}
-    plan = make_plan(
-        users=1000, check_in_rate=0.1, rounds=5, delta=1e-5, target_epsilon=9.0, minimum_batch=10,
-        noise_multiplier=3.0, shuffler_blankets=0.0 if sums else 50.0, accountant=name, **sums,
-    )  # fmt: skip
-    code = (
-        "import sys; from shufl.accounting import PrivacyPlan, rounds_within_budget\n"
-        "plan = PrivacyPlan.from_json(sys.argv[1]); rounds_within_budget(plan)\n"
-        "print(*sys.modules)"
-    )
-    command = [sys.executable, "-c", code, plan.to_json()]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "flwr", "ray", "grpc"} & set(loaded)
-    room = "shufl.accounting.accountants."
-    found = {each.removeprefix(room) for each in loaded if each.startswith(room)}
-    own = accounting.ACCOUNTANTS[name].__module__.removeprefix(room)
-    assert found - {"base", "privacy_profile"} == MODULES.get(name, set()) | {own}
 
 
 @pytest.mark.slow

@@ -143,28 +143,12 @@ def test_the_table_has_every_accountant_with_what_it_covers():
     assert all("at most one user of a node makes the process" in row.covers for row in rows)
 
 
-@pytest.mark.parametrize("rounds", [0, 20])
-def test_who_does_not_price_the_rounds_has_no_number_and_says_so(rounds, fixed_size_only):
-    rows = {row.name: row for row in accounting.epsilon_table(small_plan(), rounds)}
-    assert list(rows) == of_reports()
-    assert rows[fixed_size_only].epsilon is None
-    assert rows[fixed_size_only].warning == "does not price these rounds"
-    assert (rows["local"].epsilon > 0) == (rounds > 0)
-
-
 def test_an_accountant_that_does_not_price_the_rounds_guards_nothing(fixed_size_only):
     plan = small_plan()
     with pytest.raises(dp_accounting.UnsupportedEventError, match="fixed-size-only prices"):
         accounting.rounds_within_budget(plan, fixed_size_only)
     with pytest.raises(ValueError, match="accountant must be one of theorem3"):
         plan.replace(accountant=fixed_size_only)
-
-
-@pytest.mark.slow
-def test_the_table_passes_warnings_on():
-    plan = small_plan(users=60_000, noise_multiplier=20.0, delta=1e-9)
-    rows = {row.name: row for row in accounting.epsilon_table(plan, 1)}
-    assert "last one computed" in rows["rdp"].warning
 
 
 def test_no_more_than_the_plans_rounds_are_spent(tmp_path):

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from nights import by_night
 from shufl.accounting import (
     CalibrationError,
     OpenPlan,
@@ -156,16 +155,6 @@ def test_a_search_ends_where_epsilon_falls_to_0(epsilon_at):
 
     noise, blankets = least_error_blankets(counted, 1.0, 6000)
     assert epsilon_at(noise, blankets) <= 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delta", by_night(0.35, 0.5, 0.9))
-def test_noise_and_blankets_at_a_large_delta(delta):
-    asked = OpenPlan(
-        users=60_000, check_in_rate=0.1, rounds=100, noise_multiplier=None, accountant="blanket",
-        shuffler_blankets="least-error", delta=delta, target_epsilon=1,
-    )  # fmt: skip
-    assert 0.9 <= calibrate(asked).epsilon() <= 1.0
 
 
 def test_where_delta_is_not_far_below_the_chance_to_take_part():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from nights import by_night
-from shufl.accounting.numerics import jump_sum
 from shufl.accounting.numerics.graded_law import law_of_sum
 from shufl.accounting.numerics.jump_counts import PoissonCount, TermsCount
 from shufl.accounting.numerics.jump_sum import positive_part
@@ -106,23 +105,17 @@ def simulated(pair, width, alpha, counts, steps, rng):
 
 
 # Jumps against zero have rare huge values with little noise; of zero against it, none above 1.
-# Jumps against zero have rare huge values with little noise; of zero against it, none above 1.
 @pytest.mark.parametrize(
     ("pair", "count", "width", "alpha", "draws"),
     [
-        (OPPOSITE, PoissonCount(0.1), 0.5, 1.3, 400_000),
         (ZERO_AGAINST, PoissonCount(0.1, -0.1), 5.0, 3.0, 400_000),
-        (AGAINST_ZERO, PoissonCount(1.0), 1.0, 1.0, 200_000),
-        (OPPOSITE, PoissonCount(1.0), 0.01, 1.01, 200_000),
         (ZERO_AGAINST, PoissonCount(3.0, -0.5), 1.0, 1.5, 200_000),
         (OPPOSITE, PoissonCount(3.0, -2.0), 1.0, 2.0, 200_000),
         (OPPOSITE, PoissonCount(10.0, -0.1), 0.2, 1.02, 200_000),
-        (AGAINST_ZERO, PoissonCount(10.0), 0.7, 1.2, 200_000),
         (ZERO_AGAINST, PoissonCount(10.0), 5.0, 1.0, 200_000),
         (OPPOSITE, PoissonCount(300.0, -10.0), 1.0, 1.1, 10_000),
         (AGAINST_ZERO, PoissonCount(300.0, -1.0), 0.2, 1.0, 10_000),
         (ZERO_AGAINST, PoissonCount(1000.0), 2.0, 1.0, 10_000),
-        (OPPOSITE, TermsCount(1, 0.02), 1.0, 1.2, 200_000),
         (ZERO_AGAINST, TermsCount(1, 0.95, 0.04, 0.7), 1.0, 1.2, 200_000),
         (OPPOSITE, TermsCount(3, 0.5, 0.4, 0.5), 0.5, 1.5, 200_000),
         (AGAINST_ZERO, TermsCount(30, 0.1, 0.6, 0.02), 0.5, 1.02, 200_000),
@@ -216,12 +209,7 @@ def graded(pair, width, alpha, terms, chance, down, step, points=60):
         (40, 0.5, 0.5, 0.3, 0.05),
         (1, 0.3, 0.6, 0.5, 0.2),
         (10_000, 0.4, 0.0, 0.2, 0.001),
-        *by_night(
-            (1000, 0.01, 0.8, 1.0, 0.02),
-            (7, 0.05, 0.9, 1.0, 0.3),
-            (1000, 0.6, 0.3, 2.0, 0.1),
-            (10_000, 1e-3, 0.5, 0.1, 0.004),
-        ),
+        *by_night((7, 0.05, 0.9, 1.0, 0.3), (1000, 0.6, 0.3, 2.0, 0.1)),
     ],
 )
 def test_sums_of_terms_by_the_graded_law(pair, terms, chance, down, width, excess):
@@ -232,14 +220,6 @@ def test_sums_of_terms_by_the_graded_law(pair, terms, chance, down, width, exces
         assert least <= high and low <= most
         if least > 0.995 * most and terms * chance >= 10.0 and width <= 0.5:
             assert high <= 1.01 * least and low >= 0.99 * most
-
-
-def test_poisson_sums_are_those_of_very_many_terms():
-    rate, terms = 50.0, 30_000
-    for pair in PAIRS:
-        low, high = both(pair, 1.0, 1.1, PoissonCount(rate))
-        least, most = graded(pair, 1.0, 1.1, terms, rate / terms, 0.0, 0.0)
-        assert 0.995 * least <= high and 0.995 * low <= most
 
 
 @given(
@@ -310,35 +290,3 @@ def test_jumps_that_are_never_positive_sum_to_nearly_nothing(count):
     low, high = both(OPPOSITE, 1e-3, 2.0, count)
     assert low == 0.0
     assert 0.0 <= high < 1e-20 * count.jumps
-
-
-@pytest.mark.parametrize("seed", [0, *by_night(1, 2)])
-def test_what_is_left_out_beyond_a_frequency_is_less_than_its_bound(seed):
-    """Where jumps are few and of very different size, which is where the last cut is taken."""
-    rng, tried = np.random.default_rng(seed), 0
-    while tried < 15:
-        pair = PAIRS[rng.integers(3)]
-        width, alpha = 5.0 / 10 ** rng.uniform(0, 1.0), 1.0 + 10 ** rng.uniform(-3, 2)
-        terms, chance = int(10 ** rng.uniform(0.5, 2.5)), 10 ** rng.uniform(-1, 0)
-        count = TermsCount(terms, chance, 1.0 - chance, alpha - 1.0)
-        if rng.random() < 0.5:
-            count = PoissonCount(10 ** rng.uniform(0, 2.5))
-        law = jump_sum._Law(pair.jumps(width, alpha), count)
-        if law.jump.cap <= 0.0:
-            continue
-        c = jump_sum._BELOW_SADDLE * law.saddle()
-        law.jump.refine(c)
-        tilt, ladder = law.tilt(c), c * jump_sum._LADDER
-        rests = law.remainders(c, tilt, ladder, 0.0)
-        spread = c * math.sqrt(count.cumulants(c, tilt)[2])
-        cuts = [cut for cut in (53, jump_sum._LAST) if rests[cut] * c * spread > 1e-8]
-        x, tilted = law.jump.fine(c, float(ladder[66]))
-        if not cuts or x.size > 3000:
-            continue
-        tried += 1
-        omega = np.geomspace(ladder[50], ladder[66], 700)
-        grown = np.expm1(1j * np.multiply.outer(omega, x)) @ tilted
-        values = np.abs(np.exp(count.log_ratios(c, tilt, omega, grown))) / (c * c + omega**2)
-        for cut in cuts:
-            beyond = omega >= ladder[cut]
-            assert np.trapezoid(values[beyond], omega[beyond]) <= rests[cut]

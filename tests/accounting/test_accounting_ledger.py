@@ -99,14 +99,6 @@ def test_with_allocation_no_round_is_left_out(path):
             ledger.append_round(11)
 
 
-def test_a_closed_ledger_takes_no_rounds(three):
-    ledger = accounting.Ledger.open(three)
-    ledger.close()
-    ledger.close()
-    with pytest.raises(accounting.LedgerError, match="closed"):
-        ledger.append_round(6)
-
-
 def test_a_line_torn_at_any_byte_counts_as_spent_and_is_repaired(three):
     whole = three.read_bytes()
     start = whole.rstrip(b"\n").rfind(b"\n") + 1

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from typing import get_args
 
 import attrs
@@ -36,37 +34,25 @@ GOOD = {
     [
         ({"users": 0}, "users must be a whole number from 1 to .*, got 0"),
         ({"users": True}, "users must be a whole number from 1 to .*, got True"),
-        ({"users": 10.5}, "users must be a whole number"),
         ({"check_in_rate": 1.3}, r"check_in_rate must be a number in \[1e-12, 1\], got 1.3"),
-        ({"check_in_rate": 0}, r"check_in_rate must be a number in \[1e-12, 1\], got 0"),
-        ({"check_in_rate": True}, "check_in_rate must be a number"),
         ({"clip_norm": 0.0}, r"clip_norm must be a number in \[1e-18, 1e15\], got 0.0"),
         ({"clip_norm": math.nan}, "clip_norm must be a number in .*, got nan"),
-        ({"noise_multiplier": 0.0}, r"noise_multiplier of a plan must lie in .*, got 0"),
         ({"noise_multiplier": 5e-324}, r"noise_multiplier of a plan must lie in .*, got 4.94"),
         ({"noise_multiplier": 1e15}, r"noise_multiplier of a plan must lie in .*, got 1e"),
         ({"rounds": 2**63}, r"rounds must be a whole number from 1 to 10\^9, got 92"),
-        ({"users": 10**30}, r"users must be a whole number from 1 to 10\^12, got 1000"),
         ({"noise_multiplier": math.inf}, "noise_multiplier must be a number"),
-        ({"rounds": 0}, "rounds must be a whole number from 1 to"),
         ({"delta": 0.0}, r"delta must be a number in \(0, 1\), got 0.0"),
         ({"delta": 9.9e-21}, r"delta of a plan of 100 rounds must be at least 1e-20, .* 9.9e-21"),
-        ({"delta": 1.0}, r"delta must be a number in \(0, 1\), got 1.0"),
-        ({"target_epsilon": -1.0}, "target_epsilon must be a number above 0"),
         ({"target_epsilon": math.inf}, "target_epsilon must be a number above 0"),
         ({"minimum_batch": 0}, "minimum_batch must be a whole number from 1 to .*, got 0"),
         ({"minimum_batch": 60_001}, "minimum_batch must be at most the number of users, 60000"),
         ({"adjacency": "add"}, "adjacency must be one of replace, zero-out, got 'add'"),
         ({"shuffler_blankets": -0.5}, "shuffler_blankets must be a number from 0 to .* got -0.5"),
-        ({"shuffler_blankets": math.inf}, "shuffler_blankets must be .* got inf"),
-        ({"shuffler_blankets": math.nan}, "shuffler_blankets must be .* got nan"),
         ({"shuffler_blankets": "5"}, "shuffler_blankets must be a number"),
         ({"accountant": "magic"}, "accountant must be one of theorem3, rdp, pld"),
-        ({"accountant": 3}, "accountant must be"),
         ({"chek_in_rate": 0.1, "users": 0}, "unknown key chek_in_rate; did you mean check_in_"),
         ({"least_present": 0}, "least_present must be"),
         ({"least_present": 60_001}, "least_present must be"),
-        ({"least_present": 2.5}, "least_present must be"),
         ({"mechanism": {"name": "randomised-response", "categories": 3, "local_epsilon": 1.0}},
          "randomised-response rounds without shuffler blankets must be .* got 'theorem3'"),
     ],
@@ -192,20 +178,6 @@ def test_the_users_of_every_node_have_one_shuffler_each():
     assert shuffler_of(nodes, 3).tolist() == [shuffler_of(int(each), 3) for each in nodes]
     assert np.bincount(shuffler_of(nodes, 3)).tolist() == [3, 2, 2]
     assert set(shuffler_of(nodes, 1)) == {0}
-
-
-@pytest.mark.slow
-def test_who_reads_a_plan_as_a_shuffler_does_imports_no_accountant():
-    code = (
-        "import sys; from shufl.accounting.privacy_plan import OpenPlan\n"
-        "from shufl.protocol.plan import Plan\n"
-        "import shufl.shuffler.store.runs\n"
-        "plan = Plan.model_validate_json(sys.argv[1]); OpenPlan(users=plan.users)\n"
-        "print(plan.most_blankets, sorted({'dp_accounting', 'torch'} & sys.modules.keys()))"
-    )
-    text = make_plan(**GOOD, shuffler_blankets=0.0).to_json()
-    done = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True)
-    assert done.stdout == "0 []\n", done.stderr
 
 
 def test_json_with_other_keys_is_refused():

@@ -6,7 +6,7 @@ import mpmath as mp
 import numpy as np
 import pytest
 from accounting_oracles import gaussian_delta, gaussian_deltas
-from dp_accounting import NeighboringRelation, privacy_accountant_test
+from dp_accounting import NeighboringRelation
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,11 +53,6 @@ def pld_of(eps, deltas):
     return privacy_loss_distribution.PrivacyLossDistribution(
         pld_pmf.DensePLDPmf(pmf.interval, -pmf.half_width, pmf.probs, pmf.infinity, True)
     )
-
-
-class TestDpAccountingsOwnClaims(privacy_accountant_test.PrivacyAccountantTest):
-    def _make_test_accountants(self):
-        return [toy(), ToyAccountant()]
 
 
 @pytest.mark.parametrize("shift", [1e-4, 0.03, 1.0, 8.0])

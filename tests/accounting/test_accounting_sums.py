@@ -66,31 +66,6 @@ def test_any_noise_is_priced(relation, noise):
         assert (found == 0.0) == (noise > 1.0 or rate < 1e-5)
 
 
-def hockey_stick(rate, noise, first, second, epsilon):
-    """By its definition, for vectors on a line: a sum over a fine grid."""
-    places, step = np.linspace(-12.0 * noise, 12.0 * noise, 400_001, retstep=True)
-
-    def density(vector):
-        normal = stats.norm(scale=noise).pdf
-        return (1.0 - rate) * normal(places) + rate * normal(places - vector)
-
-    excess = density(first) - math.exp(epsilon) * density(second)
-    return step * np.maximum(excess, 0.0).sum()
-
-
-@RELATIONS
-@pytest.mark.parametrize("rate", [1.0, 0.3])
-def test_the_closed_forms_are_the_definition(relation, rate):
-    """Where δ is not so small that the grid's doubles lose it."""
-    noise = 1.3
-    epsilons, deltas = subsampled_profile(rate, noise, relation, 1e-22)
-    ends = [(1, -1)] if relation is REPLACE else [(1, 0), (0, 1)]
-    for (first, second), row in zip(ends, np.atleast_2d(deltas), strict=True):
-        for place in np.flatnonzero(row > 1e-4)[:: max(len(row) // 12, 1)]:
-            expected = hockey_stick(rate, noise, first, second, epsilons[place])
-            assert row[place] == pytest.approx(expected, rel=1e-6)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     st.floats(1e-6, 1.0), st.floats(-0.7, 6.0), st.sampled_from([REPLACE, ZERO_OUT]),
@@ -123,8 +98,8 @@ def test_no_digit_is_lost_and_every_bound_is_from_above(rate, log_noise, relatio
 
 
 @RELATIONS
-def test_no_pair_of_vectors_in_the_plane_is_worse(relation):
-    """Densities on a grid, of random pairs in the disc."""
+def test_by_the_definition_no_pair_of_vectors_in_the_plane_is_worse(relation):
+    """Densities on a grid, of the worst pair and of random ones in the disc."""
     rate, noise, random = 0.4, 1.0, np.random.default_rng(2)
     axis = np.linspace(-7.0, 7.0, 281)
     x, y = np.meshgrid(axis, axis)
@@ -137,17 +112,18 @@ def test_no_pair_of_vectors_in_the_plane_is_worse(relation):
 
     epsilons, deltas = subsampled_profile(rate, noise, relation, 1e-22)
     largest = np.max(np.atleast_2d(deltas), axis=0)
-    ratios = []
-    for _ in range(40):
-        pair = random.normal(size=(2, 2))
-        pair *= np.minimum(1.0, 1.0 / np.linalg.norm(pair, axis=1))[:, None]
-        if relation is ZERO_OUT:
-            pair[random.integers(2)] = 0.0
+    worst = [((1.0, 0.0), (-1.0, 0.0))] if relation is REPLACE else [((1.0, 0.0), (0.0, 0.0))]
+    pairs, ratios = [*worst, *random.normal(size=(40, 2, 2))], []
+    for number, pair in enumerate(pairs):
+        if number > 0:
+            pair = pair * np.minimum(1.0, 1.0 / np.linalg.norm(pair, axis=1))[:, None]
+            if relation is ZERO_OUT:
+                pair[random.integers(2)] = 0.0
         for epsilon in (0.0, 0.1, 0.3):
             first, second = map(density, pair)
             delta = cell * np.maximum(first - math.exp(epsilon) * second, 0.0).sum()
             ratios.append(delta / np.interp(epsilon, epsilons, largest))
-    assert 0.9 < max(ratios) <= 1.001
+    assert min(ratios[:3]) > 0.999 and max(ratios) <= 1.001
 
 
 def test_whose_noise_counts():

@@ -220,37 +220,6 @@ def test_the_swap_bound_itself_holds_and_is_close(pair):
         assert found <= factor * exact
 
 
-@pytest.mark.parametrize(
-    ("users", "rate", "noise", "lost"),
-    [(60_000, 0.1, 1.0, 1e-8), (1437, 0.5, 1.0, 1e-5), (1000, 1.0, 2.0, 1e-3)],
-)
-@pytest.mark.parametrize("pair", PAIRS)
-def test_the_rule_over_the_unswapped_report(pair, users, rate, noise, lost):
-    """All parts of the bound put together again, with many nodes of the trapezoidal rule."""
-    width, others = 1.0 / noise, users - 1
-    bound = SwapBound(users, rate, noise, lost)
-    cap, crowd_size = bound._cap, bound._crowd
-    missing = special.ndtr(0.5 * width - math.log(cap) / width)
-    missing -= cap * special.ndtr(-0.5 * width - math.log(cap) / width)
-    variance = others * rate * math.expm1(width**2)
-    t = others * (1.0 - rate * missing) - crowd_size
-    rare = math.exp(-(t**2) / (2.0 * (variance + t / 3.0)))
-    t = np.linspace(-10.0 - width, 10.0 + width, 1501)
-    weight = rate * np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
-    for alpha in (1.0, 1.1):
-        law = worst_law(pair, width, alpha, 1.0 + cap / (crowd_size - cap))
-        count = TermsCount(others, rate, 1.0 - rate, alpha - 1.0)
-        first, second = (np.exp(m * width * t - 0.5 * (m * width) ** 2) for m in PAIRS[pair])
-        own = cap * (first - alpha * second + alpha - 1.0)
-        if pair is ZERO_AGAINST:
-            own = own[::-1]
-        found = positive_parts(law, count, np.append(own, 0.0))
-        whole = (float(weight @ found[:-1]) + (1.0 - rate) * float(found[-1])) / crowd_size
-        whole += alpha * rate * missing * others / (crowd_size - cap) + rare
-        # What the rule of few nodes may miss: docs/theory/swap.md, section 4.
-        assert bound.divergence(alpha, pair) == pytest.approx(whole, rel=5e-4)
-
-
 def test_too_few_others():
     assert not SwapBound(2, 1.0, 1.0, 1e-3).holds
     assert not SwapBound(1, 1.0, 1.0, 1e-3).holds
@@ -281,31 +250,3 @@ def test_sums_at_several_shifts(pair, terms, rate, alpha):
     mean = terms * (rate * law.mean + (1.0 - rate) * (1.0 - alpha))
     far = np.array([-30.0, 30.0, 1e3, 1e6]) * spread
     assert np.all(positive_parts(law, count, far) >= np.maximum(far + mean, 0.0))
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("rate", [0.8, *by_night(0.1, 1.0)])
-@pytest.mark.parametrize("alpha", [1.0, 1.5])
-def test_two_terms_at_several_shifts_by_quadrature(pair, rate, alpha):
-    law = worst_law(pair, 0.7, alpha, 1.2)
-    t = np.linspace(-9.0, 11.0, 1601)
-    weight = rate * np.exp(-0.5 * t * t) * (t[1] - t[0]) / math.sqrt(2.0 * math.pi)
-    v, p = np.append(law.value(t), 1.0 - alpha), np.append(weight, 1.0 - rate)
-    shifts = np.array([-20.0, -3.0, -0.5, 0.0, 0.2, 1.0, 5.0, 50.0])
-    found = positive_parts(law, TermsCount(2, rate, 1.0 - rate, alpha - 1.0), shifts)
-    for shift, bound in zip(shifts, found, strict=True):
-        exact = float(p @ np.maximum(shift + v[:, None] + v, 0.0) @ p)
-        assert bound >= exact * (1.0 - 1e-4)
-        # (y + s)_+ <= y_+ + s_+ is the worst that may happen, but for noise added to two terms.
-        parted = float(p @ np.maximum(v[:, None] + v, 0.0) @ p) + max(shift, 0.0)
-        assert bound <= 1.2 * parted
-
-
-def test_shifts_do_not_disturb_each_other():
-    law = worst_law(OPPOSITE, 1.0, 1.2, 1.05)
-    count = TermsCount(40, 0.3, 0.7, 0.2)
-    shifts = np.array([0.0, 0.7, -1.0, 4.0])
-    together = positive_parts(law, count, shifts)
-    alone = [float(positive_parts(law, count, np.array([y]))[0]) for y in shifts]
-    np.testing.assert_allclose(together, alone, rtol=1e-9)
-    assert np.all(np.diff(together[np.argsort(shifts)]) >= 0.0)

@@ -31,9 +31,7 @@ DELTAS = [10.0**-exponent for exponent in (5, 12, 20, 40, 100)]
         *by_night(
             (BlanketAccountant, check_in(10_000, 0.1, 4.0, 1000.0), 100),
             (PldAccountant, fixed_size(100, 60, 2.0), 10),
-            (PldAccountant, check_in(50, 1.0, 0.5), 1),
             (CrowdAccountant, check_in(10_000, 0.1, 4.0), 100),
-            (BlanketAccountant, check_in(10, 1.0, 0.6, 30.0), 5),
         ),
     ],
 )

@@ -70,10 +70,3 @@ class waits_in_round_4(nn.Sequential):
         while self.training and lines == [1 + 4] and not (self.folder / "go").exists():
             time.sleep(0.05)
         return super().forward(records)
-
-
-class always_hangs(_Linear):
-    """Keeps every user busy for longer than the test."""
-
-    def in_training(self, folder):
-        time.sleep(600)

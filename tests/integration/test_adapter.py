@@ -15,7 +15,7 @@ adapter = pytest.importorskip(
     exc_type=ImportError,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """Devices that draw their rounds themselves: on a real shuffler, in both engines, end to end."""
 
-import json
-
 import numpy as np
 import pytest
 
 from client_world import USERS, reply_content
 from rounds import make_plan
-from run_world import json_lines, trained
+from run_world import json_lines, summary_of, trained
 from shufl.clients import SimulatedLedger, client_app
 from shufl.learning.config import load
 from shufl.protocol.mechanisms import allocated, simulated_allocation_key
@@ -64,12 +62,8 @@ def test_every_user_reports_once_in_each_block(tmp_path):
     assert [row["reports"] for row in rows] == expected
     epsilons = [row["epsilon"] for row in rows]
     assert epsilons[0] == epsilons[1] < epsilons[2] == epsilons[3]
-    (priced,) = (
-        name
-        for name, row in json.loads((folder / "summary.json").read_text())["epsilon"].items()
-        if row["epsilon"] is not None
-    )
-    assert priced == "local"
+    priced = summary_of(folder)["epsilon"].items()
+    assert [name for name, row in priced if row["epsilon"] is not None] == ["local"]
 
 
 @pytest.mark.parametrize("engine", ["flower", "vectorised"])

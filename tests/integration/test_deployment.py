@@ -20,7 +20,6 @@ from shufl.shuffler import Credentials
 from warm import Warm
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # by day tests/attacks/test_strangers.py has a deployment whose run goes on
 def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_its_commands_and_processes(tmp_path):
     """A node overstates its users; Flower's command is killed; then the node tells the truth.
@@ -122,7 +121,6 @@ def test_a_node_ends_whichever_of_its_threads_gets_the_signal(tmp_path):
         node.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_rehearsal_that_is_ended_twice_leaves_nothing_behind(tmp_path):
     """As `timeout` ends it."""

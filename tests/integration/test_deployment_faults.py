@@ -105,7 +105,6 @@ def world(tmp_path):
             yield world
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_run_goes_on_though_disks_fill_and_a_network_fails(world):
     filler = fill(world.disks["ward-3"])

@@ -19,7 +19,6 @@ PRIVACY = {  # allows eight rounds
 OF_SUMS = SUMS | {"target_epsilon": 1.25, "check_in_rate": 0.5, "central_noise": 8.9}
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("privacy", [PRIVACY, OF_SUMS], ids=["reports", "sums"])
 def test_a_deployment_survives_kills_and_ends_with_the_ledger_that_its_plan_predicts(

@@ -43,7 +43,6 @@ def hurt(world, chance):
     return " ".join(what)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(7500)
 def test_whatever_is_killed_the_ledger_counts_what_was_released(tmp_path):

@@ -10,9 +10,8 @@ import pytest
 
 from nights import by_night
 
+pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
 DOCS = EXAMPLES.parent / "docs"
 
 
@@ -25,7 +24,6 @@ def printed_by(name, folder, *arguments):
     return ended.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "score", "least", "most"),
     by_night(("visits", "accuracy", 0.75, 1.0), ("own_algorithm", "coverage", 0.75, 0.98)),
@@ -36,7 +34,6 @@ def test_an_example_learns_and_keeps_its_budget(name, score, least, most, tmp_pa
     assert told and least < float(told[1]) < most and float(told[2]) <= 4.0
 
 
-@pytest.mark.slow
 def test_each_refusal_of_a_spreadsheet_is_on_its_page_with_its_answer(tmp_path):
     printed = printed_by("spreadsheet", tmp_path).replace(f"{tmp_path}/", "…/")
     refused = re.findall(r"^refused: (.*)\nanswer:  \{'(\w+)'", printed, re.MULTILINE)
@@ -47,16 +44,14 @@ def test_each_refusal_of_a_spreadsheet_is_on_its_page_with_its_answer(tmp_path):
     assert len(refused) == 10 and float(told[1]) > 0.75 and float(told[2]) <= 4.0
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
-@pytest.mark.nightly  # tests/server and test_poisoning_benchmark.py without Flower
+@pytest.mark.nightly  # tests/server and test_benchmarks.py have it without Flower
 def test_an_aggregator_of_ones_own_gets_every_report(tmp_path):
     printed = printed_by("spectral_filter", tmp_path)
     left_out, reports = re.search(r", (\d+) of (\d+) reports left out$", printed).groups()
     assert int(left_out) < 10 and 2100 < int(reports) < 2500  # of 3 (1437/2 + 50) expected
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
 def test_a_tracker_gets_every_round(tracker, tmp_path):

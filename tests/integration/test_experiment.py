@@ -1,4 +1,4 @@
-"""Grids of runs on a real Ray: killed and gone on with, a point that fails, the page."""
+"""Grids of runs on a real Ray: interrupted and gone on with, a point that fails, the page."""
 
 import csv
 import fcntl
@@ -15,13 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import tomli_w
-from typer.testing import CliRunner
 
 from run_world import (
     LIMIT,
-    children,
+    invoke,
     json_lines,
-    running,
+    refused,
     same_model,
     shufl,
     shufl_command,
@@ -29,7 +28,6 @@ from run_world import (
     trained,
     wait_until,
 )
-from shufl.cli.__main__ import app
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
 from shufl.results.run import Run
@@ -59,22 +57,12 @@ each = [{}, {"simulation.silent" = 0.5}]
 
 
 CAME_TO = {
-    **{
-        "central_noise": 0.0,
-        "score_name": "accuracy",
-        "score": 0.25,
-        "loss": None,
-        "constant": None,
-        "rounds": 3,
-        "delta": None,
-        "check_in_rate": 0.5,
-    },
-    **{"noise_multiplier": 1.0, "shuffler_blankets": 0.0, "seconds": 0.5, "epsilon": {"pld": 2.0}},
-    **{"adjacency": "replace", "accountant": "pld", "command": "a, b", "commit": "0123"},
-    "date": "2026-11-26 00:45+00:00",
-    "rests_on": "",
-    "versions": {"shufl": "1", "torch": "2+cpu"},
-}
+    "central_noise": 0.0, "score_name": "accuracy", "score": 0.25, "loss": None, "constant": None,
+    "rounds": 3, "delta": None, "check_in_rate": 0.5, "noise_multiplier": 1.0,
+    "shuffler_blankets": 0.0, "seconds": 0.5, "epsilon": {"pld": 2.0}, "adjacency": "replace",
+    "accountant": "pld", "command": "a, b", "commit": "0123", "date": "2026-11-26 00:45+00:00",
+    "rests_on": "", "versions": {"shufl": "1", "torch": "2+cpu"},
+}  # fmt: skip
 
 
 def write_grid(folder, rounds, **replacements):
@@ -86,37 +74,8 @@ def write_grid(folder, rounds, **replacements):
     return path
 
 
-def descendants(pid):
-    """Process ids of a process's children, theirs, and so on, and their command lines."""
-    found = children(pid)
-    for child in list(found):
-        found |= descendants(child)
-    return found
-
-
 def rounds_of(run):
     return [{**row, "seconds": 0} for row in json_lines(run / "metrics.jsonl")]
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_grid_killed_amid_its_points_goes_on_with_those_that_are_left(tmp_path, ray_address):
-    grid, results = write_grid(tmp_path, 60), tmp_path / "results"
-    folder = results / "tiny-grid"
-    command = ["experiment", grid, "--results", results]
-    process = subprocess.Popen(shufl_command(*command), stdout=subprocess.DEVNULL)
-    wait_until(lambda: list(folder.glob("*/result.json")), LIMIT, "a point to end")
-    started = [pid for pid, name in descendants(process.pid).items() if "Agent" not in name]
-    process.kill()
-    process.wait()
-    # Some of Ray's processes look for its dead server for a minute before they end.
-    wait_until(lambda: not any(map(running, started)), LIMIT, "Ray's processes to end")
-    done = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
-    assert 1 <= len(done) < 6
-    again = shufl(*command, env={**os.environ, "RAY_ADDRESS": ray_address})
-    assert f"8 runs, {len(done)} of them already there" in again.stdout
-    assert {path: path.stat().st_mtime_ns for path in done} == done
-    check_the_model_of_one_point(folder, tmp_path, 60)
 
 
 def check_the_model_of_one_point(folder, tmp_path, rounds):
@@ -161,9 +120,8 @@ def test_a_grid_has_a_page_of_the_runs_that_ended_and_names_the_others(tmp_path,
 
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        at_once = CliRunner().invoke(app, list(map(str, command)))
-    assert at_once.exit_code == 2
-    assert at_once.stderr == f"error: another shufl experiment is at work in {folder}\n"
+        said = refused(*command)
+    assert said == f"another shufl experiment is at work in {folder}"
 
     other = check_the_model_of_one_point(folder, tmp_path, 6)
     (row,) = (row for row in rows if (row["value"], row["seed"]) == ("2.0", "4"))
@@ -181,13 +139,12 @@ def test_a_grid_has_a_page_of_the_runs_that_ended_and_names_the_others(tmp_path,
     assert table.read_text() == published
     command[3] = tmp_path / "of-another"
     table.write_text(published.replace(row["score"], "much"))
-    damaged = CliRunner().invoke(app, list(map(str, command)))
+    damaged = invoke(*command)
     assert damaged.exit_code == 1
     assert damaged.stderr.startswith(f"error: {table}: the row of Fast!, 2, seed 4 is damaged: ")
     assert damaged.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.nightly
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])

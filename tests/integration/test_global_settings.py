@@ -1,7 +1,8 @@
 """What a program, or a module of yours, sets for its whole process stays out of a run."""
 
+import inspect
 import sys
-from contextlib import ExitStack
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -33,51 +34,36 @@ np.seterr(all="raise")
 """
 
 
-def a_dtype(stack):
-    torch.set_default_dtype(torch.float64)
-    stack.callback(torch.set_default_dtype, torch.float32)
-    return torch.get_default_dtype
+@contextmanager
+def changed(setting, value, before):
+    setting(value)
+    try:
+        yield
+    finally:
+        setting(before)
 
 
-def no_gradients(stack):
-    stack.enter_context(torch.no_grad())
-    return torch.is_grad_enabled
+def little_depth():
+    enough = len(inspect.stack(0)) + 46
+    return changed(sys.setrecursionlimit, enough, sys.getrecursionlimit())
 
 
-def inference(stack):
-    stack.enter_context(torch.inference_mode())
-    return torch.is_inference_mode_enabled
-
-
-def a_device(stack):
-    torch.set_default_device("meta")
-    stack.callback(torch.set_default_device, None)
-    return torch.get_default_device
-
-
-def half_a_precision(stack):
-    stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-    return lambda: torch.is_autocast_enabled("cpu")
-
-
-def little_depth(stack):
-    stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
-    sys.setrecursionlimit(len(_frames()) + 45)
-    return sys.getrecursionlimit
-
-
-def _frames():
-    frame, found = sys._getframe(), []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
-
-
-SETTINGS = [
-    a_dtype, no_gradients, inference, a_device, half_a_precision,
-    little_depth,
-]  # fmt: skip
+SETTINGS = {
+    "a dtype": (
+        lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
+        torch.get_default_dtype,
+    ),
+    "no gradients": (torch.no_grad, torch.is_grad_enabled),
+    "inference": (torch.inference_mode, torch.is_inference_mode_enabled),
+    "a device": (
+        lambda: changed(torch.set_default_device, "meta", None), torch.get_default_device
+    ),
+    "half a precision": (
+        lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.is_autocast_enabled("cpu")
+    ),
+    "little depth": (little_depth, sys.getrecursionlimit),
+}  # fmt: skip
+"""Each as it is set for a while, and what tells of it."""
 
 
 def run(runs, model):
@@ -97,10 +83,9 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_run_is_the_same_and_the_setting_stays(plain, setting, tmp_path):
-    with ExitStack() as stack:
-        told = setting(stack)
+@pytest.mark.parametrize(("setting", "told"), SETTINGS.values(), ids=SETTINGS)
+def test_a_run_is_the_same_and_the_setting_stays(plain, setting, told, tmp_path):
+    with setting():
         before = told()
         other = run(tmp_path, "plain_net:net")
         model = other.model

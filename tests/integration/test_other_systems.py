@@ -44,7 +44,6 @@ def test_the_quickstart_runs(elsewhere, tmp_path, engine):
     assert (only_folder(tmp_path / "runs") / "model.pt").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "command",

@@ -11,7 +11,7 @@ import torch
 import shufl
 from shufl.learning.parameters import sent, trained
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 pretrained = pytest.importorskip(
     "pretrained", reason="peft is not installed: make nightly installs it", exc_type=ImportError

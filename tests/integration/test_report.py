@@ -11,14 +11,13 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from typer.testing import CliRunner
 
 import figure_1b
 import report_picture
 import shufl
 from report_picture import CHROMIUM, browse
+from run_world import invoke, json_lines, only_folder, summary_of, told
 from shufl.accounting import ACCOUNTANTS, PrivacyPlan
-from shufl.cli.__main__ import app
 from shufl.cli.experiment import page_of
 from shufl.learning.data.datasets import load_dataset
 from shufl.protocol.text import rounded_up
@@ -50,10 +49,9 @@ def run_folder(tmp_path_factory):
     command = ["run", "quickstart", "--runs", str(runs), *sets]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["bin/shufl", *command])  # which the page shows
-        done = CliRunner().invoke(app, command)
+        done = invoke(*command)
     assert done.exit_code == 0, done.output
-    (folder,) = runs.iterdir()
-    return folder
+    return only_folder(runs)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +107,10 @@ def check_alone(page):
 @pytest.mark.slow
 def test_the_page_of_a_run_says_what_the_run_says(run_folder, tmp_path):
     target = tmp_path / "page.html"
-    done = CliRunner().invoke(app, ["report", str(run_folder), "--output", str(target)])
+    done = invoke("report", run_folder, "--output", target)
     assert (done.exit_code, done.stdout) == (0, f"written: {target}\n")
     text = check_alone(target.read_text())
-    summary = json.loads((run_folder / "summary.json").read_bytes())
+    summary = summary_of(run_folder)
     assert f"{summary['accuracy']:.2%}" in text
     for name, row in summary["epsilon"].items():
         assert name in text and row["covers"] in text and epsilon_text(row["epsilon"]) in text
@@ -151,12 +149,11 @@ def bounds(epsilon, delta):
 
 @pytest.mark.slow
 def test_the_first_page_of_a_run_is_in_plain_words(run_folder):
-    text, summary = first_page(run_folder), json.loads((run_folder / "summary.json").read_bytes())
+    text, summary = first_page(run_folder), summary_of(run_folder)
     epsilons = {name: row["epsilon"] for name, row in summary["epsilon"].items()}
     assert f"purpose {HOSTILE} contact not stated" in text
-    assert (
-        "logistic-regression was trained on digits, data of 200 people with 1,437 records" in text
-    )
+    said = "logistic-regression was trained on digits, data of 200 people with 1,437 records"
+    assert said in text
     assert "in 4 rounds. In each round each person takes part with a probability of 50%" in text
     assert "It protected nobody" in text and "not somebody whom the data name" in text
     assert f"ε, which ends the run {epsilon_text(epsilons['theorem3'])} by theorem3" in text
@@ -169,10 +166,8 @@ def test_the_first_page_of_a_run_is_in_plain_words(run_folder):
     assert exact[1] <= float(sure) <= exact[1] + 0.1
     assert "theorem3, whose ε ends the run, looks at the homogeneous pair alone" in text
     assert "promises nothing to real people. For that pair the guess is right" in text
-    assert (
-        "honest, for the ε of blanket" in text
-        and "adds updates of nobody, which are noise alone" in text
-    )
+    assert "honest, for the ε of blanket" in text
+    assert "adds updates of nobody, which are noise alone" in text
     assert "The 360 records that the model was tested on" in text
     labels = load_dataset("digits").test_labels.tolist()
     constant = max(labels.count(label) for label in labels) / len(labels)
@@ -201,11 +196,7 @@ def test_the_first_page_names_whom_the_halting_accountant_trusts(run_folder, tmp
         ("sum-central", "The shuffler or the server: at least one of them adds its noise", sums),
         ("sum-distributed", "in every round. The shuffler or the server: at least one", sums),
         ("sum-distributed", "The operators of shuffler and server", sums | {"central_noise": 0.0}),
-        (
-            "sum-central",
-            "bounds the update and hides it before anything",
-            sums | no_noise,
-        ),
+        ("sum-central", "bounds the update and hides it before anything", sums | no_noise),
     ):
         changed = plan | {"accountant": halting, "cover": True} | changed
         (folder / "plan.json").write_text(json.dumps(changed))
@@ -235,7 +226,7 @@ def test_who_asks_and_what_for_may_be_changed_in_the_run_folder(run_folder, tmp_
 def test_the_page_of_an_older_run_says_what_is_unknown(run_folder, tmp_path):
     shutil.copytree(run_folder, tmp_path / "old")
     (tmp_path / "old/starts.jsonl").unlink()
-    summary = json.loads((tmp_path / "old/summary.json").read_bytes())
+    summary = summary_of(tmp_path / "old")
     for key in ("records", "test_records", "constant"):
         del summary[key]
     (tmp_path / "old/summary.json").write_text(json.dumps(summary))
@@ -283,16 +274,16 @@ def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
     """
     folder = tmp_path / HOSTILE
     shutil.copytree(run_folder, folder)
-    whole = json.loads((folder / "summary.json").read_bytes())
+    whole = summary_of(folder)
     assert not any("planned" in row for row in whole["epsilon"].values())
     assert "as planned" not in page_of(folder)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | {"accuracy": None, "loss": None} for row in rows[:2]]
+    rows = json_lines(folder / "metrics.jsonl")[:2]
+    rows = [row | {"accuracy": None, "loss": None} for row in rows]
     cut = json.dumps(rows[0])[:50]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows) + cut)
     (folder / "checkpoint.pt").unlink()
     shutil.rmtree(folder / "tensorboard")
-    summary = json.loads((folder / "summary.json").read_bytes()) | {"rounds": 2}
+    summary = summary_of(folder) | {"rounds": 2}
     (folder / "summary.json").write_text(json.dumps(summary))
     ledger = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
     (folder / "ledger.jsonl").write_text("".join(ledger[:4]))
@@ -300,22 +291,19 @@ def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
     assert HOSTILE in text
     assert "not finished when this was made" in text and "not evaluated yet" in text
     assert re.search(r"rounds spent\s*3\s*released\s*2\s*spent, without a row\s*1", text)
-    command = ["account", str(folder), "--accountant", "all", "--json"]
-    told = json.loads(CliRunner().invoke(app, command).stdout)["epsilon"]
-    assert (
-        epsilon_text(told["blanket"]["epsilon"]) in text
-        and epsilon_text(told["pld"]["epsilon"]) in text
-    )
+    priced = told("account", folder, "--accountant", "all")["epsilon"]
+    for name in ("blanket", "pld"):
+        assert epsilon_text(priced[name]["epsilon"]) in text
     planned = {name: epsilon_text(row["epsilon"]) for name, row in whole["epsilon"].items()}
-    assert {name: epsilon_text(row["planned"]) for name, row in told.items()} == planned
+    assert {name: epsilon_text(row["planned"]) for name, row in priced.items()} == planned
     assert "ε so far" in text and "ε as planned" in text and AS_PLANNED in text
-    halting = epsilon_text(told["theorem3"]["epsilon"])
+    halting = epsilon_text(priced["theorem3"]["epsilon"])
     assert f"{halting} so far, {planned['theorem3']} as planned" in text
     plan = json.loads((folder / "plan.json").read_bytes())
     (folder / "plan.json").write_text(json.dumps(plan | {"accountant": "blanket"}))
     text = check_alone(page_of(folder))  # where too few may have been there, nothing counts on them
-    assert epsilon_text(told["blanket"]["epsilon"]) in text
-    assert epsilon_text(told["pld"]["epsilon"]) not in text
+    assert epsilon_text(priced["blanket"]["epsilon"]) in text
+    assert epsilon_text(priced["pld"]["epsilon"]) not in text
     for name in ("metrics.jsonl", "ledger.jsonl", "summary.json"):  # before the first round
         (folder / name).unlink()
     assert re.search(r"rounds spent\s*0", check_alone(page_of(folder)))
@@ -323,7 +311,7 @@ def test_a_run_that_was_interrupted_is_told_as_such(run_folder, tmp_path):
 
 @pytest.mark.slow
 def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
-    done = CliRunner().invoke(app, ["report", str(results)])
+    done = invoke("report", results)
     assert done.exit_code == 0, done.stderr
     text = check_alone((results / "report.html").read_text())
     assert HOSTILE in text and "One paragraph of two lines." in text and "<b>point</b>" in text
@@ -338,12 +326,12 @@ def test_the_page_of_a_grid_has_its_numbers_and_what_is_missing(results):
         for name in ("theorem3", "blanket")
     )
     head = re.sub(r"\s+", " ", text[text.index("in numbers") : text.index("One paragraph")])
-    for told, name, ends in (
+    for said, name, ends in (
         ("halting ε", "theorem3", halting),
         ("ε for every pair", "blanket", every_pair),
     ):
         least, most = map(epsilon_text, ends)
-        assert f"{told} {least} ({name}) to {most} ({name})" in head
+        assert f"{said} {least} ({name}) to {most} ({name})" in head
     assert "data digits, 200 users model logistic-regression algorithm fedsgd" in head
     assert re.search(rf"commit .* date {played[0]['date'][:10]}", head)
     assert "other, 1, seed 3: no <i>luck</i>" in text
@@ -372,7 +360,7 @@ def test_a_score_that_is_no_number_is_told_as_such(run_folder, tmp_path):
     shutil.copytree(run_folder, folder)
     rows = [row | {"accuracy": None} for row in read_rows(folder / "metrics.jsonl")]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    summary = json.loads((folder / "summary.json").read_bytes())
+    summary = summary_of(folder)
     (folder / "summary.json").write_text(json.dumps(summary | {"accuracy": None}))
     assert "not a number" in check_alone(page_of(folder))
     run = shufl.load_run(folder)
@@ -402,7 +390,7 @@ def test_a_plot_shows_your_words_as_they_are(tmp_path):
 def test_what_cannot_be_shown_is_one_line(tmp_path, file, content, message):
     if file:
         (tmp_path / file).write_text(content)
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    done = invoke("report", tmp_path)
     assert done.exit_code != 0
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "report.html").exists()
@@ -474,17 +462,6 @@ def test_a_print_fits_on_a4_and_its_first_page_is_in_plain_words(what, request, 
     assert measured["tables"] and all(inner <= outer for inner, outer in measured["tables"])
 
 
-@pytest.mark.slow
-@browser
-def test_the_picture_of_the_first_page_is_made(run_folder, tmp_path):
-    report_picture.take(run_folder, tmp_path / "report.png")
-    picture = matplotlib.image.imread(tmp_path / "report.png")
-    shown = matplotlib.image.imread(ROOT / "docs/report.png")
-    assert picture.shape[1] == shown.shape[1] and abs(picture.shape[0] - shown.shape[0]) < 400
-    assert picture[-1].min() > 0.99 and picture[-60:].min() < 0.7  # it ends below the last words
-    assert (ROOT / "docs/report.png").stat().st_size < 100_000
-
-
 def measure(folder, page, width):
     """What a browser says of the page in a frame; its own rule against scripts is taken out."""
     alone, rules = re.subn(r"<meta http-equiv=.*?>", "", page, flags=re.S)
@@ -513,17 +490,6 @@ def test_the_page_of_figure_1b_tells_the_end_of_a_run(run_folder, tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["figure_1b.py", str(run_folder), str(tmp_path)])
     figure_1b.main()
     page = (tmp_path / "figure-1b.md").read_text()
-    last = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
+    last = json_lines(run_folder / "metrics.jsonl")[-1]
     assert f"| 4 | {last['accuracy']:.1%} | {last['epsilon']:.4g} |" in page
     assert (tmp_path / "figure-1b.svg").stat().st_size > 10_000
-
-
-def test_a_logarithmic_axis_has_plain_numbers_but_where_it_has_labels_of_its_own():
-    with draw() as axes:
-        axes.plot([0.25, 0.5, 8], [0.1, 30, 1000])
-        axes.set(xscale="log", yscale="log")
-        axes.set_xticks([0.25, 0.5, 8], ["a quarter", "half", "eight"])
-    axes.figure.canvas.draw()
-    across, up = axes.get_xticklabels(), axes.get_yticklabels()
-    assert [label.get_text() for label in across] == ["a quarter", "half", "eight"]
-    assert {"0.1", "1", "10", "100", "1000"} <= {label.get_text() for label in up}

@@ -7,10 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
-from canary_world import node_with_halved_noise
+from canary_world import audited, claimed, node_with_halved_noise
 from client_world import DIMENSION, USERS, device_node, wait_for_rounds
 from nights import by_night
-from rounds import make_plan
 from run_world import json_lines, model_of, only_folder, set_options, shufl, trained
 from shufl.accounting.audit.attack import delta_lower_bound
 from shufl.clients import DeviceLedger, DeviceLimits, Node, ReportFailed
@@ -20,7 +19,7 @@ from shufl.clients.device_ledger import RoundRefused
 from shufl.learning import LocalTraining, local_update
 from shufl.learning.config import load
 from shufl.learning.parameters import sent
-from shufl.protocol.mechanisms import SeededRandomness, seed_of_shuffler
+from shufl.protocol.mechanisms import GaussianMechanism, SeededRandomness, seed_of_shuffler
 from shufl.protocol.mechanisms.summed_reports import (
     mask,
     signed,
@@ -116,21 +115,15 @@ def test_a_deployed_node_sends_one_message_of_all_its_users(summed_round, tmp_pa
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        (
-            {"noise_multiplier": 0.005, "accountant": "sum-central"},
-            "noise_multiplier must be 0 or at",
-        ),
+        ({"noise": 0.005, "accountant": "sum-central"}, "noise_multiplier must be 0 or at"),
         ({"users": 10**12, "least_present": 10**12}, "at most 31 bits"),
     ],
 )
 def test_a_device_refuses_what_its_whole_numbers_cannot_carry(summed_round, tmp_path, changed, why):
     round = summed_round(rate=0.5).deployed(tmp_path / "device.db")
-    if "noise_multiplier" in changed:
-        mechanism = round.plan.mechanism.model_copy(
-            update={"noise_multiplier": changed.pop("noise_multiplier")}
-        )
-        changed = {"mechanism": mechanism} | changed
-    round.under(**changed)
+    given = {name: value for name, value in changed.items() if name != "noise"}
+    mechanism = GaussianMechanism(noise_multiplier=changed.get("noise", 2.0))
+    round.under(**given, mechanism=mechanism)
     with pytest.raises(ValueError, match=why):
         device_node(round)
 
@@ -222,10 +215,8 @@ def test_the_vectorised_engine_adds_noise_of_that_size(tmp_path):
     ("changes", "why"),
     [
         (["privacy.cover=false"], "cover must be true with mixing sum, got false"),
-        (
-            ["privacy.mechanism=ldp-sgd", "privacy.noise_multiplier=2"],
-            "mechanism must be gaussian with mixing sum",
-        ),
+        (["privacy.mechanism=ldp-sgd", "privacy.noise_multiplier=2"],
+         "mechanism must be gaussian with mixing sum"),
         (["privacy.shuffler_blankets=5"], "shuffler_blankets must be 0 with mixing sum"),
         (["privacy.participation=allocation"], "participation must be check-in"),
         (["privacy.accountant=blanket"], "accountant of sums must be"),
@@ -234,28 +225,24 @@ def test_the_vectorised_engine_adds_noise_of_that_size(tmp_path):
         (["privacy.mixing=shuffle"], "central_noise must be 0 without mixing sum, got 2"),
         (["privacy.noise_multiplier=0.001"], r"noise_multiplier must be 0 or at least 0\.00725"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_with_sums_is_refused_in_one_line(changes, why):
     with pytest.raises(ConfigError, match=why) as refused:
         FlowerEngine(prepare(load("quickstart", [*SETTINGS, *changes])))
     assert "\n" not in str(refused.value)
 
 
-def audited(**changes):
+def of_sums(**changes):
     """12 users on one node, of whom one has a record; without noise of the shuffler's."""
-    given = {"central_noise": 0.0, "accountant": "sum-distributed", "noise_multiplier": 0.2}
-    given |= {"check_in_rate": 0.5, "rounds": 300} | changes
-    return make_plan(
-        users=12, delta=0.1,
-        target_epsilon=1e300, minimum_batch=1, mixing="sum", cover=True, **given,
-    )  # fmt: skip
+    given = {"mixing": "sum", "cover": True, "accountant": "sum-distributed", "clip_norm": 1.0}
+    given |= {"noise_multiplier": 0.2, "check_in_rate": 0.5, "rounds": 300}
+    return audited(users=12, **given | changes)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_an_audit_through_the_system_refutes_no_claim_on_sums():
     for changes in ({}, {"central_noise": 1.2, "accountant": "sum-central"}):
-        checks = check_end_to_end(audited(**changes), 0.1, 300, 0.999999, 1)
+        checks = check_end_to_end(of_sums(**changes), 0.1, 300, 0.999999, 1)
         assert {check.accountant for check in checks} >= {"sum-distributed", "local"}
         for check in checks:
             assert not check.violated
@@ -267,8 +254,8 @@ def test_an_audit_through_the_system_refutes_no_claim_on_sums():
     ("make_node", "violated"), [(node_with_halved_noise, True), *by_night((Node, False))]
 )
 def test_an_audit_through_the_system_finds_missing_noise(make_node, violated):
-    plan = audited(adjacency="zero-out", noise_multiplier=0.15, check_in_rate=1.0, rounds=200)
-    claim = plan.make_accountant().compose(plan.event()).get_delta(0.5)
+    plan = of_sums(adjacency="zero-out", noise_multiplier=0.15, check_in_rate=1.0, rounds=200)
+    claim = claimed(plan, plan.accountant, 0.5)
     score = likelihood_score(plan, "zero")
     with ShufflerProcess() as shuffler:
         worlds = run_canary(plan, "zero", shuffler, 4, make_node)
@@ -276,11 +263,10 @@ def test_an_audit_through_the_system_finds_missing_noise(make_node, violated):
     assert (found > claim) == violated
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_noise_of_those_who_checked_in_alone_shows_in_the_variance(monkeypatch):
     """By 150 rounds and two coordinates; with cover every user's noise is in a sum."""
-    plan = audited().replace(rounds=150)
+    plan = of_sums(rounds=150)
     expected = 0.2**2 * 12
 
     class Saving(Node):

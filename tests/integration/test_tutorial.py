@@ -63,7 +63,6 @@ def check_printed(shown, printed, command):
         ), f"{command}: {line}\n{printed}"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.nightly  # other tests have each of its commands
 def test_every_command_prints_what_the_page_says(place):
@@ -92,7 +91,6 @@ def test_every_command_prints_what_the_page_says(place):
     assert min(at_one, at_four, best) > 85  # the commoner class alone is 77 % of the test records
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # the deployments of other tests are rehearsals too
 def test_the_rehearsal_begins_and_ends_as_the_page_says(place):
     ((command, shown),) = (

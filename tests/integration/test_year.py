@@ -9,12 +9,10 @@ import ssl
 import tomllib
 
 import pytest
-from typer.testing import CliRunner
 
 from deployment_world import World, deployment_of, window_here
 from ports import free_port
-from run_world import LIMIT, wait_until
-from shufl.cli.__main__ import app
+from run_world import LIMIT, invoke, wait_until
 from shufl.clients.device_ledger import load_device
 from shufl.deploy.provision import provision
 from shufl.deploy.rehearse import Rehearsal
@@ -101,7 +99,6 @@ class Year(World):
         self.wait_until(found, f"a round of {users} users")
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_year(tmp_path):
     with Year(tmp_path) as year:
@@ -129,9 +126,7 @@ def test_a_year(tmp_path):
         parties = "ward-1", "shuffler-1", "server"
         before = {name: Credentials.read(year.keys(name), name).fingerprint for name in parties}
         for name in parties:
-            renewed = CliRunner().invoke(
-                app, ["keys", "renew", str(year.keys(name)), "--name", name]
-            )
+            renewed = invoke("keys renew", year.keys(name), "--name", name)
             assert renewed.exit_code == 0, renewed.stderr
         assert sorted(year.provision(nobody).signed) == sorted(parties)
         year.withdraw(before["ward-1"], before["server"])

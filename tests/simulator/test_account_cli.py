@@ -10,13 +10,11 @@ from pathlib import Path
 
 import mpmath as mp
 import pytest
-from typer.testing import CliRunner
 
 from nights import by_night
 from rounds import check_in, make_plan
-from run_world import shufl_command
+from run_world import invoke, shufl_command, told
 from shufl.accounting import ACCOUNTANTS, Ledger, make_accountant
-from shufl.cli.__main__ import app
 from shufl.learning.config import load
 from shufl.learning.from_config import plan_of
 from shufl.protocol import Shuffled
@@ -25,50 +23,27 @@ PAPER = "-n 60000 --check-in-rate 0.1 --noise-multiplier 5 --rounds 5540 --adjac
 SMALL = "-n 1000 --check-in-rate 0.3 --delta 1e-5"
 
 
-def shufl(command):
-    return CliRunner().invoke(app, command.split())
-
-
 def rows_of(command):
     """What each accountant says."""
-    return json.loads(shufl(f"{command} --json").stdout)["epsilon"]
+    return told(command)["epsilon"]
 
 
 def test_the_help_says_what_each_value_may_be():
-    told = " ".join(shufl("account --help").stdout.replace("│", " ").split())
+    shown = " ".join(invoke("account --help").stdout.replace("│", " ").split())
     for words in (
         "in a round: a number in [1e-12, 1].",
         "clip norms: a number in [1e-12, 10^6].",
         'δ: "1/n" or a number in (0, 1). Default: 1/n.',
         "neighbours: one of replace, zero-out. Default: replace.",
     ):
-        assert words in told
-    assert "least-error" not in told  # which an option cannot say
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_devices_that_draw_their_rounds():
-    """At the same rate: `blanket` costs the same, and `local` less."""
-    plan = f"{SMALL.replace('0.3', '0.25')} --noise-multiplier 2 --shuffler-blankets 100"
-    drawn, coins = (
-        rows_of(f"account {plan} --rounds 40 --accountant all {how}")
-        for how in ("--participation allocation", "")
-    )
-    priced = {name for name, row in drawn.items() if row["epsilon"] is not None}
-    assert priced == {"blanket", "local"}
-    assert drawn["blanket"]["epsilon"] == pytest.approx(coins["blanket"]["epsilon"], rel=0.01)
-    assert drawn["local"]["epsilon"] < 0.9 * coins["local"]["epsilon"]
-    asked = f"calibrate --target-epsilon 1 {plan} --participation allocation"
-    (found,) = json.loads(shufl(f"{asked} --json").stdout)["plans"]
-    assert found["privacy"]["participation"] == "allocation"
-    assert found["privacy"]["rounds"] % 4 == 0  # whole blocks
+        assert words in shown
+    assert "least-error" not in shown  # which an option cannot say
 
 
 def test_what_is_printed_is_no_less_than_what_was_computed():
     """An ε in four digits is rounded up."""
     result = rows_of(f"account {PAPER}")
-    table = shufl(f"account {PAPER}").stdout
+    table = invoke(f"account {PAPER}").stdout
     below = 0
     for name, row in result.items():
         line = next(line for line in table.splitlines() if f"│ {name} " in line)
@@ -82,14 +57,9 @@ def test_what_is_printed_is_no_less_than_what_was_computed():
 def small_plan(**changes):
     """Of so few users that every accountant prices it soon."""
     values = {
-        "users": 20,
-        "check_in_rate": 0.2,
-        "noise_multiplier": 2.0,
-        "rounds": 9,
-        "delta": 1e-4,
-        "target_epsilon": 50.0,
-        "minimum_batch": 1,
-    }
+        "users": 20, "check_in_rate": 0.2, "noise_multiplier": 2.0, "rounds": 9,
+        "delta": 1e-4, "target_epsilon": 50.0, "minimum_batch": 1,
+    }  # fmt: skip
     return make_plan(**values | changes)
 
 
@@ -99,17 +69,6 @@ def run_folder(folder, plan, rounds):
         for round in range(1, rounds + 1):
             ledger.append_round(round)
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_counts_on_them(
-    tmp_path,
-):
-    """Its one round has no row in metrics.jsonl."""
-    rows = rows_of(f"account {run_folder(tmp_path, small_plan(accountant='local'), 1)}")
-    assert {name for name, row in rows.items() if row["epsilon"] is not None} == {"local"}
-    assert "present" in rows["crowd"]["warning"]
 
 
 @pytest.mark.parametrize(
@@ -122,8 +81,8 @@ def test_a_run_folder_of_which_too_few_may_have_been_there_has_no_epsilon_that_c
 @pytest.mark.slow
 def test_a_delta_too_small_for_a_plan_is_said_to_be_of_the_ideal_mechanism(command):
     command += " -n 1000 --check-in-rate 0.3 --json --delta"
-    assert shufl(f"{command} 2e-21").stderr == ""
-    result = shufl(f"{command} 1.9e-21")
+    assert invoke(f"{command} 2e-21").stderr == ""
+    result = invoke(f"{command} 1.9e-21")
     assert result.exit_code == 0 and json.loads(result.stdout)
     (line,) = result.stderr.splitlines()
     assert line.startswith("warning: delta = 1.9e-21 is smaller than rounding allows: 20 rounds")
@@ -143,40 +102,24 @@ def test_a_full_disk_below_the_output_is_one_line_and_a_closed_pipe_is_quiet():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--delta", "0.001"), ("--noise-multiplier", "3.0"), ("--adjacency", "replace")],
-)
-def test_a_flag_of_a_plan_beside_a_run_folder_is_refused(tmp_path, flag, value):
-    result = shufl(f"account {run_folder(tmp_path, small_plan(), 0)} --json {flag} {value}")
-    assert result.exit_code == 2 and result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"error: {flag} must be left out with a run folder")
-    assert line.endswith(f"got {value}")
-
-
 @pytest.mark.slow
 def test_who_does_not_price_the_rounds_says_so(tmp_path, fixed_size_only):
     """In tables, in plots, and of run folders."""
     command = f"account {SMALL} --noise-multiplier 3 --rounds 20 --accountant all"
-    told = json.loads(shufl(f"{command} --plot {tmp_path}/curves.png --json").stdout)
-    rows, curves = told["epsilon"], told["over_rounds"]["epsilon"]
+    found = told(command, "--plot", tmp_path / "curves.png")
+    rows, curves = found["epsilon"], found["over_rounds"]["epsilon"]
     assert set(rows) == {name for name, cls in ACCOUNTANTS.items() if Shuffled in cls.round_kinds}
     assert rows[fixed_size_only]["epsilon"] is None
     assert rows[fixed_size_only]["warning"] == "does not price these rounds"
     assert set(curves[fixed_size_only]) == {None} and all(value > 0 for value in curves["local"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    table = shufl(command)
+    table = invoke(command)
     unpriced = [name for name, row in rows.items() if row["epsilon"] is None]
     assert table.exit_code == 0 and "–" in table.stdout and "nan" not in table.stdout
     assert table.stdout.count("does not price these rounds") == len(unpriced)
-    plan = small_plan(shuffler_blankets=30.0)
-    for rounds in (0, 3):
-        (tmp_path / str(rounds)).mkdir()
-        folder = run_folder(tmp_path / str(rounds), plan, rounds)
-        rows = rows_of(f"account {folder} --accountant all")
-        assert rows[fixed_size_only]["epsilon"] is None
-        assert (rows["local"]["epsilon"] > 0) == (rounds > 0)
+    folder = run_folder(tmp_path, small_plan(shuffler_blankets=30.0), 3)
+    rows = rows_of(f"account {folder} --accountant all")
+    assert rows[fixed_size_only]["epsilon"] is None and rows["local"]["epsilon"] > 0
 
 
 @pytest.mark.parametrize(
@@ -212,7 +155,7 @@ def test_a_run_that_did_not_end_by_itself_has_the_epsilon_of_its_plan_too(
         allowed = max(t for t in range(1, 60) if local.epsilon_after(plan.event(), 1e-4, t) <= 5)
         assert 4 < allowed < 59
     folder = run_folder(tmp_path, plan, spent)
-    rows, shown = rows_of(f"account {folder}"), shufl(f"account {folder}").stdout
+    rows, shown = rows_of(f"account {folder}"), invoke(f"account {folder}").stdout
     assert ("ε as planned" in shown) == (spent < allowed)
     at = functools.partial(local.epsilon_after, plan.event(), 1e-4)
     assert rows["local"]["epsilon"] == (at(spent) if spent else 0)
@@ -243,22 +186,13 @@ def test_blanket_counts_where_nothing_else_is_asked_for(tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_priced_is_the_section_of_a_configuration(values, counted):
-    told = json.loads(shufl(f"account {SMALL} --rounds 1 {values} --json").stdout)
-    name = "histogram" if "categories" in told["privacy"] else "quickstart"
-    privacy = told["privacy"] | {"target_epsilon": 99.0}
-    config = load(name, {"privacy": privacy, "data.users": told["users"]})
+    found = told(f"account {SMALL} --rounds 1 {values}")
+    name = "histogram" if "categories" in found["privacy"] else "quickstart"
+    privacy = found["privacy"] | {"target_epsilon": 99.0}
+    config = load(name, {"privacy": privacy, "data.users": found["users"]})
     _, plan, _ = plan_of(config)
     assert plan.accountant == counted and (plan.users, plan.rounds) == (1000, 1)
-    assert plan.epsilon() == told["epsilon"][counted]["epsilon"]
-
-
-@pytest.mark.slow
-def test_blankets_change_nothing_for_who_does_not_count_on_them():
-    command = f"account {SMALL} --noise-multiplier 3 --rounds 20 --accountant all"
-    without, blankets = rows_of(command), rows_of(f"{command} --shuffler-blankets 150")
-    for name in ("theorem3", "rdp", "pld", "crowd", "local"):
-        assert "blankets are not counted on" in blankets[name]["warning"]
-        assert blankets[name]["epsilon"] == without[name]["epsilon"]
+    assert plan.epsilon() == found["epsilon"][counted]["epsilon"]
 
 
 @pytest.mark.parametrize("command", ["account", "calibrate --target-epsilon 20"])
@@ -266,12 +200,12 @@ def test_blankets_change_nothing_for_who_does_not_count_on_them():
 def test_a_delta_not_far_below_the_chance_to_take_part_is_warned_of(command):
     command = f"{command} -n 1000 --check-in-rate 0.001 --rounds 5"  # the chance is 0.005
     noise = " --noise-multiplier 20" if command.startswith("account") else " --accountant local"
-    near = shufl(f"{command}{noise} --delta 6e-4")
+    near = invoke(f"{command}{noise} --delta 6e-4")
     assert near.exit_code == 0
     (line,) = near.stderr.splitlines()
     assert line.startswith("warning: delta = 0.0006 promises little: a run that publishes all ")
     assert "with probability 0.12 satisfies it at any epsilon" in line
-    assert shufl(f"{command}{noise} --delta 4e-4").stderr == ""
+    assert invoke(f"{command}{noise} --delta 4e-4").stderr == ""
 
 
 @pytest.mark.parametrize("of_run", [False, True])
@@ -280,9 +214,9 @@ def test_a_plot_is_the_accountants_against_rounds(tmp_path, of_run):
     what = f"{SMALL} --noise-multiplier 3 --rounds 50"
     what = run_folder(tmp_path, plan, 50) if of_run else what
     names = "theorem3", "rdp", "local"
-    command = f"account {what} --plot {tmp_path}/curves.png --json"
+    command = f"account {what} --plot {tmp_path}/curves.png"
     command += "".join(f" --accountant {name}" for name in names)
-    result = json.loads(shufl(command).stdout)["over_rounds"]
+    result = told(command)["over_rounds"]
     assert result["rounds"][0] == 1 and result["rounds"][-1] == 50
     event = check_in(1000, 0.3, 3.0)
     for name in names:
@@ -296,14 +230,14 @@ def test_a_plot_is_the_accountants_against_rounds(tmp_path, of_run):
 @pytest.mark.slow
 def test_other_systems_are_shown_with_what_they_cover(tmp_path):
     command = f"account {SMALL} --noise-multiplier 3 --rounds 50 --accountant local"
-    told = json.loads(shufl(f"{command} --peers --plot {tmp_path}/curves.png --json").stdout)
+    found = told(command, "--peers", "--plot", tmp_path / "curves.png")
     names = ["girgis", "clones-2021", "clones-2022", "rr-strong", "rr-weak", "central"]
-    assert list(told["peers"]) == names
-    over = told["over_rounds"]
-    for name, peer in told["peers"].items():
+    assert list(found["peers"]) == names
+    over = found["over_rounds"]
+    for name, peer in found["peers"].items():
         assert peer["epsilon"] == over["epsilon"][name][-1]
         assert len(over["epsilon"][name]) == len(over["rounds"])
         assert "report" in peer["covers"] or "trusted server" in peer["covers"]
-    shown = shufl(f"{command} --peers").stdout
+    shown = invoke(f"{command} --peers").stdout
     assert "other systems, replace" in shown and re.search(r"│ rr-weak +│ .*shuffled bi", shown)
-    assert "peers" not in json.loads(shufl(f"{command} --json").stdout)
+    assert "peers" not in told(command)

@@ -6,12 +6,11 @@ import math
 import re
 
 import pytest
-from typer.testing import CliRunner
 
 from nights import by_night
 from rounds import check_in
+from run_world import invoke, refused, told
 from shufl.accounting import make_accountant
-from shufl.cli.__main__ import app
 from shufl.learning.config import load
 from shufl.learning.from_config import plan_of as plan_of_config
 from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
@@ -24,12 +23,12 @@ COMPARED = "-n 3000 --target-epsilon 1.5 --delta 1e-6"
 
 
 def shufl(command):
-    return CliRunner().invoke(app, ["calibrate", *command.split()])
+    return invoke(f"calibrate {command}")
 
 
 def plan_of(command):
     """The only plan that is found."""
-    (found,) = json.loads(shufl(f"{command} --json").stdout)["plans"]
+    (found,) = told(f"calibrate {command}")["plans"]
     return found
 
 
@@ -86,9 +85,8 @@ def test_calibrated_noise_is_printed_as_no_less_than_it_is():
 
 
 def test_not_one_round_within_the_target_is_a_mistake():
-    result = shufl(f"{SMALL} --noise-multiplier 3 --target-epsilon 0.01 --accountant local")
-    assert result.exit_code == 2
-    assert result.stderr == "error: not one round is within epsilon 0.01\n"
+    asked = f"{SMALL} --noise-multiplier 3 --target-epsilon 0.01 --accountant local"
+    assert refused(f"calibrate {asked}") == "not one round is within epsilon 0.01"
 
 
 UNUSED = "the target is not used up: ε is "
@@ -118,15 +116,15 @@ ALONE = "-n 1000 --accountant local"
 )  # fmt: skip
 def test_a_target_that_is_not_used_up_is_told_in_one_line(command, edge):
     result = shufl(f"{command} --delta 1e-5 --json")
-    (found,), told = json.loads(result.stdout)["plans"], result.stderr.splitlines()
+    (found,) = json.loads(result.stdout)["plans"]
     target = found["privacy"]["target_epsilon"]
     assert found["epsilon"] <= target
-    told = [line for line in told if "promises little" not in line]
+    lines = [line for line in result.stderr.splitlines() if "promises little" not in line]
     if edge is None:
-        assert not told
+        assert not lines
     else:
         assert found["epsilon"] < 0.99 * target
-        (line,) = told
+        (line,) = lines
         assert f": {UNUSED}{rounded_up(found['epsilon'])} of " in line
         assert line.endswith(f"and the search goes no further than {edge}")
 
@@ -227,8 +225,6 @@ def test_of_plans_of_nearly_equal_error_what_costs_a_device_least_is_first():
     assert order == [(1.019, 5), (1.0, 9), (1.021, 1), (1.03, 8), (2.0, 1)]
 
 
-# By day the configuration that is written with --cover, below.
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("dataset", ["mnist", "fashion-mnist"])
 def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
@@ -238,11 +234,8 @@ def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
     assert "–: with more error than was ever tried" in result.stdout
     assert re.search(r"┃accuracy┃$", result.stdout, re.M)
     config = load(str(path))
-    assert (config.name, config.data.dataset, config.data.users) == (
-        f"{dataset}-plan",
-        dataset,
-        3000,
-    )
+    about = config.name, config.data.dataset, config.data.users
+    assert about == (f"{dataset}-plan", dataset, 3000)
     assert (config.privacy.target_epsilon, config.privacy.delta) == (1.5, 1e-6)
     assert (config.privacy.accountant, config.privacy.check_in_rate) == ("blanket", 1.0)
     assert config.privacy.rounds == 1000 and config.privacy.shuffler_blankets > 100
@@ -252,41 +245,6 @@ def test_the_configuration_written_is_the_first_plan(tmp_path, dataset):
     assert config.training.learning_rate == pytest.approx(2.5e-4 / sigma, rel=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_small_model_of_ones_own_has_its_traffic_in_kilobytes_and_no_accuracy():
-    result = shufl(f"{COMPARED} --dimension 62 --device-megabytes 0.003")
-    assert result.exit_code == 0, result.output
-    assert "accuracy" not in result.stdout
-    least = 62 * 2 * 10  # bytes: 16-bit integers, and ten reports expected at γ = 0.1 in 100 rounds
-    sizes = map(float, re.findall(r"│ +([\d.]+) kB │ +[\d.]+ [kM]B │$", result.stdout, re.M))
-    assert [1e3 * size > least for size in sizes] == [True]
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_with_cover_every_user_sends_in_every_round(tmp_path):
-    path, megabytes = tmp_path / "plan.toml", 100 * 39_700 * 2 / 1e6
-    asked = f"{COMPARED} --dataset mnist --device-megabytes {1.01 * megabytes} --cover"
-    result = shufl(f"{asked} --json --write {path}")
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["plans"]
-    found = [row["privacy"] for row in rows]
-    assert [plan["rounds"] for plan in found] == [100] * 3  # 300 are too many at any rate
-    assert [plan["check_in_rate"] for plan in found] == [1.0, 0.3, 0.1]
-    length = rows[0]["device_bytes"] / 100
-    assert 2 * 39_700 < length < 2 * 39_700 + 200
-    for row, plan in zip(rows, found, strict=True):
-        assert row["device_bytes"] == 100 * length
-        stored = (3000 + plan["shuffler_blankets"]) * length
-        assert row["shuffler_bytes"] == pytest.approx(stored)
-    config = load(str(path))
-    assert (config.name, config.data.dataset, config.data.users) == ("mnist-plan", "mnist", 3000)
-    assert config.privacy.model_dump(exclude_none=True) == found[0]
-    assert config.privacy.cover
-
-
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_plan_of_those_compared_that_does_not_use_up_its_target_is_told_in_one_line():
     few = "-n 2000 --delta 1e-5 --dimension 10 --device-megabytes 0.0012"
@@ -329,6 +287,4 @@ def test_a_configuration_of_ones_own_gets_the_plan_and_stays_as_it_is(tmp_path, 
         (f"--write {path}", "--write must be a new file"),
         ("--dimension 8", "give either --dataset or --dimension, the model's parameters, or --con"),
     ):
-        refused = shufl(f"--config {draft} {plan} {wrong}")
-        assert refused.exit_code == 2 and said in refused.stderr
-        assert refused.stderr.count("\n") == 1
+        assert said in refused(f"calibrate --config {draft} {plan} {wrong}")

@@ -15,8 +15,7 @@ from flwr.app import ArrayRecord
 from sklearn.datasets import load_digits
 from torch import nn
 
-from shufl.learning import local_update, user_updates
-from shufl.learning.config import DATASETS, Data, load
+from shufl.learning.config import DATASETS, Data
 from shufl.learning.data import datasets
 from shufl.learning.data.datasets import (
     Dataset,
@@ -31,8 +30,6 @@ from shufl.learning.parameters import frozen_digest, load_sent, sent
 from shufl.learning.tasks import Form
 from shufl.learning.your_code import find
 from shufl.protocol.validation import ConfigError
-from shufl.results.engine_interface import engine_of
-from shufl.results.experiment import prepare
 from shufl.shuffler import model_digest
 
 
@@ -272,39 +269,6 @@ def test_a_callable_of_yours_is_a_dataset_of_tensors_arrays_and_numbers_of_numpy
     assert len(dataset_digest(dataset)) == 64
 
 
-@pytest.mark.slow
-def test_token_ids_as_numbers_of_float32_train_a_model_in_both_engines(monkeypatch):
-    """As the line that refuses other whole numbers says."""
-    ids = torch.arange(24).reshape(8, 3)
-    tokens = flowers(train_features=ids.float(), mean=(0.0,), std=(1.0,), scale=1.0)
-    name = of_this_module(monkeypatch, lambda: tokens)
-    sets = [f"data.dataset={name}", f"model.name={__name__}:Words", "privacy.minimum_batch=1"]
-    sets.append("simulation.nodes=2")
-    for engine in ("flower", "vectorised"):
-        experiment = prepare(load("quickstart", [*sets, f"simulation.engine={engine}"]))
-        engine_of(engine)(experiment)
-        records = map(experiment.load_users(), range(8))
-        features, labels = map(torch.stack, zip(*records, strict=True))
-        model, training = experiment.make_model(), experiment.local_training
-        users = zip(features, labels, strict=True)
-        alone = [local_update(model, *each, training, 0) for each in users]
-        seeds = torch.zeros(len(labels), dtype=torch.int64)
-        together = user_updates(model, features, labels, training, seeds)["embedding.weight"]
-        assert np.allclose(np.stack(alone)[:, :48], together.flatten(1), atol=1e-6)
-        assert [row.any(1).nonzero()[:, 0].tolist() for row in together] == features[:, 0].tolist()
-
-
-class Words(nn.Module):
-    """The mean of learnt vectors of 24 words."""
-
-    def __init__(self, input_shape, classes):
-        super().__init__()
-        self.embedding, self.linear = nn.Embedding(24, 2), nn.Linear(2, classes)
-
-    def forward(self, x):
-        return self.linear(self.embedding(x.long()).mean(1))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -403,11 +367,6 @@ def test_of_a_user_with_more_records_so_many_are_used_and_always_the_same(scheme
         assert (np.concatenate([row[:9] for row in rows_of(everything, 30)]) != some.index).any()
 
 
-def test_what_is_said_of_equal_users():
-    said = dealt_to(np.arange(60_000) % 10, None, 1000, "iid", 0).told("dealt")
-    assert said == "1 000 users dealt, 60 records each, 60 000 in all"
-
-
 def test_skewed_schemes_are_skewed():
     labels = np.arange(5000) % 10
 
@@ -486,18 +445,12 @@ def nothing_to_train(input_shape, classes):
 
 
 class HalfPrecisionNet(nn.Module):
-    dtype = torch.bfloat16
-
     def __init__(self, input_shape, classes):
         super().__init__()
-        self.linear = nn.Linear(64, classes, dtype=self.dtype)
+        self.linear = nn.Linear(64, classes, dtype=torch.bfloat16)
 
     def forward(self, records):
-        return self.linear(records.flatten(1).to(self.dtype)).float()
-
-
-class DoublePrecisionNet(HalfPrecisionNet):
-    dtype = torch.float64
+        return self.linear(records.flatten(1).to(torch.bfloat16)).float()
 
 
 def net_that_starts_at(input_shape, classes, value):
@@ -570,7 +523,6 @@ AS_IT_IS = torch.ones(2).as_subclass(Subclass)
         ("NetThatFailsInTraining", {}, "could not be tried on two records: it fails"),
         ("nothing_to_train", {}, "has no parameters to train"),
         ("HalfPrecisionNet", {}, "keeps linear.weight as torch.bfloat16: keep it as"),
-        ("DoublePrecisionNet", {}, "keeps linear.weight as torch.float64: keep it as"),
         ("net_that_exits", {}, r"could not be built .*: it calls sys.exit\(0\)"),
         ("net_of_wrong_width", {}, "must give 10 scores a record, got shape"),
         ("net_with_batch_norm", {}, "has batch norm .* freeze its parameters .* or use group"),
@@ -596,20 +548,6 @@ def test_batch_norm_of_frozen_parameters_uses_its_statistics_in_training_too():
     copied = copy.deepcopy(model).train()
     assert torch.equal(copied(records)["logits"], model.eval()(records)["logits"])
     assert copied.layers[1].train() is copied.layers[1] is not model.layers[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("resnet", "model must be one of logistic-regression, .*, or module:callable, got resnet"),
-        ("no_such_module:net", "could not be imported"),
-        ("torch.nn:NoSuchLayer", "could not be imported"),
-        ("small-cnn", "could not be built for records of float32 of shape"),
-    ],
-)
-def test_names_of_no_model_for_these_records_say_why(name, message):
-    with pytest.raises(ConfigError, match=message):
-        ModelMaker(name, FORM, 0)()
 
 
 def with_attribute(input_shape, classes, value):

@@ -1,21 +1,14 @@
 """`shufl device status` on a real ledger."""
 
-import json
 import math
 
-from typer.testing import CliRunner
-
 from rounds import make_plan
-from shufl.cli.__main__ import app
+from run_world import invoke, refused, told
 from shufl.clients import load_device
 from shufl.results.tables import epsilon_text
 from shufl.shuffler import RoundHeader
 
 OWNER = 'ledger = "device.db"\nmost_epsilon = 50.0\ndelta = 1e-5\n'
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["device", "status", *map(str, arguments)])
 
 
 def offer(path, plan, run_id, rounds):
@@ -33,19 +26,19 @@ def test_the_status_tells_what_was_spent_and_for_whom(tmp_path):
     )  # fmt: skip
     offer(path, plan, "first", 3)
     offer(path, plan, "second", 2)
-    told = json.loads(run(path, "--json").stdout)
-    found = [(each["run"], each["rounds"], each["allotted"]) for each in told["runs"]]
-    assert found == [("first", 3, 10), ("second", 2, 10)]
-    assert {each["plan"] for each in told["runs"]} == {plan.digest()}
+    found = told("device status", path)
+    runs = [(each["run"], each["rounds"], each["allotted"]) for each in found["runs"]]
+    assert runs == [("first", 3, 10), ("second", 2, 10)]
+    assert {each["plan"] for each in found["runs"]} == {plan.digest()}
     charges = [
         plan.make_accountant("blanket")
         .compose(plan.event(), 10)
         .get_epsilon(1e-5 * 6 / (math.pi * number) ** 2)
         for number in (1, 2)
     ]
-    assert [each["epsilon"] for each in told["runs"]] == charges
-    assert told["epsilon"] == sum(charges)
-    text = run(path).stdout
+    assert [each["epsilon"] for each in found["runs"]] == charges
+    assert found["epsilon"] == sum(charges)
+    text = invoke("device status", path).stdout
     assert "first" in text
     assert f"all runs together: {epsilon_text(sum(charges))} of at most 50" in text
 
@@ -53,7 +46,5 @@ def test_the_status_tells_what_was_spent_and_for_whom(tmp_path):
 def test_a_ledger_that_is_not_there_is_one_line_and_is_not_made(tmp_path):
     path = tmp_path / "device.toml"
     path.write_text(OWNER)
-    result = run(path)
-    assert result.exit_code == 2
-    assert "cannot be used: unable to open" in result.stderr
+    assert "cannot be used: unable to open" in refused("device status", path)
     assert not (tmp_path / "device.db").exists()

@@ -1,7 +1,5 @@
-"""A new engine is a class and a line of the table: run and report use that."""
+"""How runs of an engine begin, and how they, their Ray and their signals end."""
 
-import io
-import json
 import os
 import re
 import signal
@@ -14,47 +12,9 @@ from rich.console import Console
 
 from run_world import LIMIT, left_behind, wait_until
 from shufl.learning.config import load
-from shufl.protocol.outcomes import RoundOutcome
 from shufl.results.engine_interface import ENGINES
 from shufl.results.run import Run
-from shufl.server import PlayedRound, Training
 from shufl.simulator.engines.flower import FlowerEngine
-
-
-class SilentEngine:
-    """Plays rounds in which nobody reports."""
-
-    gradients, nodes, repeats_releases = "none", "simulated", True
-
-    @staticmethod
-    def check(config, parameters):
-        pass
-
-    def __init__(self, experiment):
-        self.description = "silent"
-        self._users = experiment.plan.users
-
-    def run(self, training, observe, stop):
-        def play(round, model):
-            return PlayedRound(RoundOutcome.BELOW_MINIMUM, None, self._users, 0)
-
-        run = Training(training)
-        for round in run.rounds():
-            observe(run.end(round, play(round, run.begin(round))), run.result)
-        return run.finish()
-
-
-@pytest.mark.slow
-def test_an_engine_in_the_table_is_run_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "vectorised", SilentEngine)
-    shown = io.StringIO()
-    config = load("quickstart", ["simulation.engine=vectorised", "privacy.rounds=2"])
-    Run.new(config, tmp_path, Console(file=shown)).train()
-    assert "engine   silent\n" in shown.getvalue()
-    (folder,) = tmp_path.iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["engine"], summary["gradients"]) == ("vectorised", "none")
-    assert (summary["rounds"], summary["stopped_by"]) == (2, "rounds")
 
 
 class Started(Exception):

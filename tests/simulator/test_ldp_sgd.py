@@ -1,13 +1,12 @@
 """LDP-SGD in a run: the vectorised engine's sums, and both engines end to end."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 
 from nights import by_night
-from run_world import shufl
+from run_world import only_folder, shufl, summary_of
 from shufl.learning import local_update
 from shufl.learning.config import load
 from shufl.protocol.mechanisms import SeededRandomness, clip
@@ -74,8 +73,7 @@ def test_a_run_learns_and_keeps_its_budget(tmp_path, engine, noise):
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     assert "ldp-sgd of ε₀ = " in finished.stdout
-    (folder,) = tmp_path.iterdir()
-    summary = json.loads((folder / "summary.json").read_bytes())
+    summary = summary_of(only_folder(tmp_path))
     assert summary["rounds"] == 4
     assert 7.8 < summary["epsilon"]["blanket"]["epsilon"] <= 8.0
     assert summary["epsilon"]["pld"]["epsilon"] is None

@@ -6,10 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from typer.testing import CliRunner
 
-from shufl.cli.__main__ import app
-from shufl.deploy.node import _from_file
+from run_world import invoke, refused
 from shufl.learning.config import dumps, load
 from shufl.learning.data.files import RecordFile
 from shufl.protocol.validation import ConfigError
@@ -104,17 +102,6 @@ def test_what_a_table_says_comes_back_from_a_run_folder(tmp_path):
     assert again.data.dataset.dates == {"seen": datetime.date(2024, 1, 1)}
 
 
-def test_a_node_reads_its_own_file_by_the_same_table(tmp_path):
-    given = {"file": "nowhere.csv", "user": "who", "label": "ill", "classes": 2} | GERMAN
-    table = RecordFile.checked("it", given | {"mean": [0, 0, 0], "std": [10, 1, 1]})
-    (tmp_path / "ward-1.csv").write_bytes(ROWS.encode("cp1252"))
-    records = _from_file(tmp_path / "ward-1.csv", table, 2)
-    assert [records(user)[0].tolist() for user in (0, 1)] == [
-        [[5, 1.5, 0, 1, -1]],
-        [[4, 2, 1, 0, 1]],
-    ]
-
-
 def test_a_parquet_file_has_types_of_its_own(tmp_path):
     path = tmp_path / "f.parquet"
     days = [datetime.datetime(2024, 1, 2, 12), None]
@@ -200,9 +187,7 @@ def test_a_workbook_and_a_blank_in_a_name_are_told(tmp_path):
 CATEGORIES = '--categories=Bonn,"Köln, west",""'
 
 
-def histogram(*arguments):
-    plan = "--target-epsilon", "1", "--accountant", "local", "--delta", "1e-6"
-    return CliRunner().invoke(app, ["histogram", *map(str, arguments), *plan])
+PLAN = "--column=town --target-epsilon 1 --accountant local --delta 1e-6"
 
 
 def test_a_histogram_of_an_export_and_of_parquet(tmp_path):
@@ -212,12 +197,11 @@ def test_a_histogram_of_an_export_and_of_parquet(tmp_path):
     lines = [f"{one};{town or ''}" for one, town in zip(who, towns, strict=True)]
     (tmp_path / "f.csv").write_bytes("\n".join(["who;town", *lines]).encode("latin-1"))
     for name, form in (("f.parquet", []), ("f.csv", ["--separator=;", "--encoding=latin-1"])):
-        done = histogram(
-            tmp_path / name, "--column=town", CATEGORIES, *form, "--out", tmp_path / name[2:]
-        )
+        out = tmp_path / name[2:]
+        done = invoke(f"histogram {PLAN}", tmp_path / name, CATEGORIES, *form, "--out", out)
         assert done.exit_code == 0, done.stderr
         assert "n = 4 users" in done.stdout
-        rows = (tmp_path / name[2:] / "histogram.csv").read_text(encoding="utf-8").splitlines()
+        rows = (out / "histogram.csv").read_text(encoding="utf-8").splitlines()
         assert [row.rpartition(",")[2] for row in rows[1:]] == ["0.5", "0.25", "0.25"]
         assert rows[2].startswith('"Köln, west",')
     counted = count_column(tmp_path / "f.parquet", "town", ["Bonn", "Köln, west", ""], False, "who")
@@ -235,5 +219,5 @@ def test_a_histogram_of_an_export_and_of_parquet(tmp_path):
 )  # fmt: skip
 def test_a_mistake_in_a_histogram_of_an_export_is_one_line(tmp_path, options, said):
     (tmp_path / "f.csv").write_bytes("who;town\nann;Bonn\nbob;Köln\n".encode("latin-1"))
-    done = histogram(tmp_path / "f.csv", "--column=town", "--categories=Bonn,Köln", *options)
-    assert done.exit_code == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    given = tmp_path / "f.csv", "--categories=Bonn,Köln", *options
+    assert said in refused(f"histogram {PLAN}", *given)

@@ -495,18 +495,6 @@ def test_a_users_share_is_at_most_the_clip_norm_however_its_words_cancel(differe
         assert_no_longer(0.01, model, features[[user]], labels[[user]], device)
 
 
-def test_many_different_words_are_measured_at_once(device, monkeypatch):
-    def never(*_):
-        raise AssertionError("left to vmap")
-
-    torch.manual_seed(0)
-    model = Words(3000).train()
-    features, labels = torch.randint(3000, (5, 2, 800)).float(), torch.randint(2, (5, 2))
-    assert_same_sum(model, features, labels, device, 1e-3)
-    monkeypatch.setattr("shufl.simulator.engines.user_gradients.clipped_sum", never)
-    together(model, features, labels, 1e-3, device)
-
-
 @pytest.mark.parametrize("size", [1, 10, 64, 65, 127, 784, 1009, 8192, 2**20])
 def test_squared_lengths_err_by_4e_6_at_most(size, device):
     """However many squares there are; equal ones are rounded alike."""

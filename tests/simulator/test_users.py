@@ -4,7 +4,6 @@ import csv
 import datetime
 import functools
 import io
-import json
 import sys
 import types
 import uuid
@@ -14,11 +13,9 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
-from typer.testing import CliRunner
 
 from nights import by_night
-from run_world import tiny_config
-from shufl.cli.__main__ import app
+from run_world import invoke, refused, tiny_config, told
 from shufl.deploy.node import _check_records, _from_file, _without_quotes, users_told
 from shufl.learning.config import Data, load
 from shufl.learning.data.datasets import Dataset, load_dataset
@@ -441,21 +438,17 @@ def test_a_persons_choice_does_not_depend_on_another_persons_rows(tmp_path):
     assert (chosen[0] == chosen[1]).all() and chosen[0].sum() == 1001
 
 
-def histogram(*arguments):
-    return CliRunner().invoke(app, ["histogram", *map(str, arguments)])
-
-
 def test_a_histogram_says_who_is_one_person(visits):
-    given = [visits, "--column", "ward", "--categories", "A,B", "--target-epsilon", "2"]
-    rows, people = histogram(*given), histogram(*given, "--user-column", "patient")
-    assert "n = 12000 users, each of 12 000 rows is taken for one person" in rows.stdout
+    rows = f"histogram {visits} --column ward --categories A,B --target-epsilon 2"
+    people = f"{rows} --user-column patient"
+    shown = [invoke(command).stdout for command in (rows, people)]
+    assert "n = 12000 users, each of 12 000 rows is taken for one person" in shown[0]
     said = "n = 3000 users, by column patient: one of each one's rows counts, at random, of 12 000"
-    assert said in people.stdout
-    for done, count in ((histogram(*given, "--json"), 12_000), (None, 3000)):
-        done = done or histogram(*given, "--user-column", "patient", "--json")
-        told = json.loads(done.stdout)
-        assert told["users"] == count and told["privacy"]["delta"] == 1 / count
-        assert told["users_by"] in rows.stdout + people.stdout
+    assert said in shown[1]
+    for command, text, count in zip((rows, people), shown, (12_000, 3000), strict=True):
+        found = told(command)
+        assert found["users"] == count and found["privacy"]["delta"] == 1 / count
+        assert found["users_by"] in text
 
 
 @pytest.mark.parametrize(
@@ -473,7 +466,6 @@ def test_a_histogram_says_who_is_one_person(visits):
 def test_mistakes_of_a_histogram_are_one_line_and_quote_no_row(tmp_path, content, message):
     path = tmp_path / "f.csv"
     path.write_text(content)
-    given = "--column", "ward", "--user-column", "patient", "--categories", "A,B"
-    done = histogram(path, *given, "--target-epsilon", "2", "--delta", "0.01")
-    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and not done.stdout
-    assert message in done.stderr and SECRET not in done.stderr
+    given = "--column ward --user-column patient --categories A,B --target-epsilon 2 --delta 0.01"
+    line = refused(f"histogram {path} {given}")
+    assert message in line and SECRET not in line

@@ -1,36 +1,29 @@
 """The vectorised engine: the same updates, clipping, coins and noise, for many users at once."""
 
 import dataclasses
-import json
 import math
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from scipy import stats
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from typer.testing import CliRunner
 
 from nights import by_night
-from shufl.accounting import Ledger, LocalAccountant, PrivacyBudget
-from shufl.cli.__main__ import app
+from run_world import invoke, json_lines, summary_of, trained
+from shufl.accounting import Ledger, PrivacyBudget
 from shufl.learning import local_update
 from shufl.learning.config import load
 from shufl.learning.data.partition import PartitionedRecords
 from shufl.learning.models import mlp
 from shufl.learning.parameters import sent
-from shufl.protocol.mechanisms import SeededRandomness, clip, make_randomness
+from shufl.protocol.mechanisms import SeededRandomness, clip
 from shufl.protocol.validation import ConfigError
 from shufl.results.experiment import prepare
-from shufl.results.run import Run
 from shufl.server import RoundFailed
 from shufl.simulator.engines import vectorised
 from shufl.simulator.engines.report_sum import ReportSum
@@ -67,9 +60,7 @@ def checked_in(round):
 
 
 def run_folder(tmp_path, *overrides):
-    Run.new(load("quickstart", [*SETTINGS, *overrides]), tmp_path, Console(quiet=True)).train()
-    (folder,) = tmp_path.iterdir()
-    return folder
+    return trained(load("quickstart", [*SETTINGS, *overrides]), tmp_path)
 
 
 def largest_rounding(engine, roundings):
@@ -204,7 +195,7 @@ def test_no_two_threads_use_a_model_at_once(rounds):
 def failed_run(tmp_path, model):
     """The line by which `shufl run` with a model of this file ends."""
     given = [f"--set={each}" for each in (*SETTINGS, f"model.name={__name__}:{model.__name__}")]
-    result = CliRunner().invoke(app, ["run", "quickstart", "--runs", str(tmp_path), *given])
+    result = invoke("run", "quickstart", "--runs", tmp_path, *given)
     (line,) = result.stderr.splitlines()
     assert result.exit_code == 1, line
     return line
@@ -228,20 +219,6 @@ def test_memory_that_runs_out_is_one_line(tmp_path):
     where = f"({Path(__file__).name}, line {TooLarge.forward.__code__.co_firstlineno + 2})"
     said = failed_run(tmp_path, TooLarge)
     assert said == f"error: round 1: computing updates failed: {what} {where}"
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_run_reports_who_does_not_price_its_rounds(tmp_path, fixed_size_only):
-    folder = run_folder(tmp_path)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epsilons"][fixed_size_only] for row in rows] == [None] * 3
-    assert json.loads((folder / "summary.json").read_text())["epsilon"][fixed_size_only] == {
-        "epsilon": None,
-        "covers": LocalAccountant.covers,
-        "warning": "does not price these rounds",
-    }
-    assert (folder / "score_epsilon.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -270,15 +247,6 @@ def test_the_least_clip_norm_is_as_exact_as_another():
     expected = sum_by_hand(of, checked_in(1), 1) / (USERS * RATE)
     atol = 1e-24 + largest_rounding(of, 1)  # one block
     np.testing.assert_allclose(aggregate.estimate, expected, rtol=1e-4, atol=atol)
-
-
-def test_summed_noise_is_reproducible_and_has_the_law_of_a_sum():
-    first = SeededRandomness(3).summed_noise(1, 9, 1000)
-    assert np.array_equal(first, SeededRandomness(3).summed_noise(1, 9, 1000))
-    assert not np.isin(first, SeededRandomness(3).summed_noise(2, 9, 1000)).any()
-    one, four = (make_randomness(None).summed_noise(1, k, 20_000) for k in (1, 4))
-    assert stats.kstest(one, "norm").pvalue > 1e-7
-    assert stats.kstest(four / 2, "norm").pvalue > 1e-7
 
 
 def test_only_users_who_checked_in_are_touched(monkeypatch):
@@ -325,7 +293,7 @@ def test_a_model_that_fails_in_a_later_round_ends_the_run_in_one_line(tmp_path, 
 @pytest.mark.slow
 def test_rounds_without_check_ins_are_spent_and_leave_the_model(tmp_path):
     folder = run_folder(tmp_path, "privacy.check_in_rate=1e-7")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "metrics.jsonl")
     assert [(row["outcome"], row["reports"]) for row in rows] == [("below-minimum", 0)] * 3
     assert len(Ledger.read(folder / "ledger.jsonl").entries) == 3
     final = torch.load(folder / "model.pt", weights_only=True)
@@ -348,9 +316,8 @@ def test_how_a_run_was_computed_is_in_its_record(tmp_path, model, gradients):
     how = {"noise": "aggregate", "precision": "bfloat16"}
     sets = [f"simulation.{key}={value}" for key, value in how.items()]
     folder = run_folder(tmp_path, f"model.name={model}", *sets)
-    summary = json.loads((folder / "summary.json").read_text())
     how |= {"engine": "vectorised", "device": "cpu"}
-    assert summary.items() >= (how | {"gradients": gradients}).items()
+    assert summary_of(folder).items() >= (how | {"gradients": gradients}).items()
     simulation = load(str(folder / "config.toml")).simulation
     assert simulation.model_dump().items() >= how.items()
 
@@ -407,35 +374,6 @@ def test_what_it_cannot_do_is_one_line_before_any_work(tmp_path, overrides, mess
         run_folder(tmp_path, *overrides)
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
-
-
-FAULTS = """
-import resource, sys, torch
-from shufl.simulator.engines import keep_freed_memory
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    [torch.ones(2**22) for _ in range(6)]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-print(max([faults() for _ in range(8)][4:]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
-@pytest.mark.nightly
-def test_what_a_block_frees_the_next_takes_without_page_faults():
-    def faults(how):
-        command = [sys.executable, "-c", FAULTS, how]
-        return int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-
-    without = faults("as it comes")
-    if without < 1000:
-        pytest.skip("pages are large here, or faults are not counted")
-    assert faults("keep") < without / 10
 
 
 @pytest.mark.slow
