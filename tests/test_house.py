@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
-    "accounting": 3806,
+    "accounting": 3817,
     "clients": 1175,
     "deploy": 1853,
     "learning": 3164,

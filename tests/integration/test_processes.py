@@ -87,6 +87,8 @@ def test_a_node_loads_no_server_no_simulator_and_its_plan_s_accountant_alone(loa
     assert {name.rpartition(".")[2] for name in accountants} <= of_blanket
     assert not {name for name in modules if name.startswith("shufl.shuffler.s")}  # service, store
     assert not modules & {"shufl.shuffler.callers", "shufl.shuffler.wire.seed_reader"}
+    lines = sum(len(path_of(name).read_text(encoding="utf-8").splitlines()) for name in modules)
+    assert len(modules) <= 82 and lines <= 12_400  # with its command, and records from files
 
 
 @pytest.mark.nightly

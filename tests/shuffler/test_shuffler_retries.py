@@ -96,12 +96,6 @@ def test_a_piece_that_is_sent_again_too_late_takes_no_report_out_of_the_batch(he
     assert list(world.control.release("run", 1)) == [sealed]
 
 
-def test_a_deadline_that_is_not_positive_is_refused(here):
-    world = here()
-    with pytest.raises(ValueError, match="deadline must be positive, got 0"):
-        list(world.intake.submit(world.begin(), [], deadline=0))
-
-
 def test_waits_are_drawn_from_bounds_that_double(monkeypatch):
     bounds = []
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=bounds.append)
