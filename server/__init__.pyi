@@ -1,12 +1,12 @@
 from .aggregate import Aggregate, Aggregator, MakeAggregator, Mean, aggregate_reports
 from .checkpoint import Checkpoint, load_checkpoint
 from .checkpoint_file import CheckpointError, read_checkpoint
+from .optimiser import Optimiser
 from .policy import Deployed, Simulated
 from .rounds import RoundLoop
 from .settings import (
     MOST_IN_VAIN,
     NodeFailed,
-    Optimiser,
     RoundFailed,
     RunEnd,
     ServerSettings,

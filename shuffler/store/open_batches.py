@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-import numpy as np
-
-from shufl.protocol.mechanisms import Mechanism, Randomness
+from shufl.protocol.mechanisms import Randomness
 from shufl.shuffler.callers import Caller
-from shufl.shuffler.store.batch import Piece, storage_refusal
+from shufl.shuffler.store.batch import Piece
+from shufl.shuffler.store.blankets import make_blankets
 from shufl.shuffler.store.rounds import Round, Run
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict
-from shufl.shuffler.wire.reports import EMPTY_ENTRY, entries_of, report_length
-from shufl.shuffler.wire.sealing import (
-    ID_BYTES,
-    RoundHeader,
-    content_for,
-    payload_length,
-    seal_content,
-)
-
-_TOGETHER = 2**21  # draws of blankets that are made before other rounds have their turn
+from shufl.shuffler.wire.sealing import RoundHeader
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,14 +82,7 @@ class OpenBatches:
         return batch.add(caller.name, users, most, report.sealed, report.piece)
 
     def make_blankets(self, run_id: str, number: int) -> bool:
-        """Makes some of the reports of a round's own, and puts them into its batch.
-
-        A blanket comes from the same mechanism and the same source of randomness as a user's
-        report, and is sealed in the same way, so that nothing in it tells the two apart.
-        docs/theory/blanket.md proves what Poisson many of them hide. The shuffler always makes the
-        most that a round can have. Those beyond the number that was drawn become empty reports
-        under a plan with cover, so that the length of a batch does not tell that number. Without
-        cover they are discarded.
+        """Makes some of the reports of a round's own: `make_blankets` of `shuffler.store.blankets`.
 
         Returns:
             Whether more are to be made.
@@ -108,41 +91,9 @@ class OpenBatches:
             ShufflerRefused: the disk is full or fails; called again, it goes on.
         """
         entry = self._open_round(run_id, number)
-        if entry is None or entry.batch is None or entry.header is None:
+        if entry is None:
             return False
-        run, batch, header = self._runs[run_id], entry.batch, entry.header
-        plan, mechanism = run.plan, run.plan.mechanism
-        most = plan.most_blankets
-        if entry.made == most:
-            return False
-        length = payload_length(run.report_bytes, entry.public_key)
-        dimension = length // report_length(1)
-        zero, draws = np.broadcast_to(0.0, dimension), mechanism.draws(dimension)
-        for own in range(entry.made, min(entry.made + max(_TOGETHER // draws, 1), most)):
-            drawn = own < entry.blankets
-            content = content_for(length)
-            entries = entries_of(memoryview(content)[ID_BYTES:])
-            for places, noise in self._noise_of(mechanism, number, own, draws):
-                entries[places] = mechanism.report(zero[places], noise)
-            if plan.cover and not drawn:
-                entries[:] = EMPTY_ENTRY
-            sealed = seal_content(content, entry.public_key, header)
-            try:
-                if not batch.add_own(sealed, keep=drawn or plan.cover):
-                    return False
-            except OSError as error:
-                raise storage_refusal(error) from error
-            entry.made += 1
-        return True
-
-    def _noise_of(
-        self, mechanism: Mechanism, round: int, blanket: int, draws: int
-    ) -> Iterable[tuple[slice, np.ndarray]]:
-        """The draws of a blanket: in pieces, to save memory, unless every entry needs all draws."""
-        if mechanism.by_entry:
-            return self._randomness.blanket_pieces(round, blanket, draws)
-        (noise,) = self._randomness.blanket_noise(round, np.array([blanket]), draws)
-        return [(slice(None), noise)]
+        return make_blankets(self._runs[run_id], entry, number, self._randomness)
 
     def _open_round(self, run_id: str, number: int) -> Round | None:
         run = self._runs.get(run_id)
