@@ -95,7 +95,7 @@ def test_the_readme_shows_the_epsilons_that_the_quickstart_prints():
     printed = io.StringIO()
     print_epsilons(Console(file=printed, width=80), "", rows, plan.accountant)
     told = re.findall(r"^│ \w.*", printed.getvalue(), re.M)
-    crowd = re.compile(r"(?<=│ crowd            │ )[\d.]+")
+    crowd = re.compile(r"(?<=│ crowd            │ ) *[\d.]+")
     (ours,), (theirs,) = (crowd.findall("\n".join(lines)) for lines in (shown, told))
     assert float(ours) == pytest.approx(float(theirs), rel=0.002)
     assert [crowd.sub("", line) for line in shown] == [crowd.sub("", line) for line in told]
