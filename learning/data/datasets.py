@@ -30,7 +30,7 @@ from shufl.protocol.files import whole_file
 from shufl.protocol.validation import ConfigError
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Dataset:
     """A dataset in memory, on the CPU.
 
@@ -104,6 +104,19 @@ class Dataset:
             elif name != "task":
                 value = _tensor(name, value)
             object.__setattr__(self, name, value)  # nothing else can change this object
+
+    def __repr__(self) -> str:
+        """Says what the dataset holds, and quotes no record."""
+        parts = [
+            f"{part} records {_form(features)} with labels {_form(labels)}"
+            for part, features, labels in (
+                ("training", self.train_features, self.train_labels),
+                ("test", self.test_features, self.test_labels),
+            )
+        ]
+        users = "users not named" if self.users is None else f"{len(self.users.unique())} users"
+        classes = "" if self.classes is None else f", {self.classes} classes"
+        return f"<dataset for {self.task_name}: {', '.join(parts)}{classes}, {users}>"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -359,6 +372,13 @@ def _tensor(name: str, given: Any) -> Any:
             array = array.astype(np.float32)
         given = torch.from_numpy(array)
     return given.long() if given.dtype == torch.int32 else given
+
+
+def _form(numbers: Any) -> str:
+    """Shape and type of a tensor; of what should be one, its class."""
+    if not isinstance(numbers, torch.Tensor):
+        return f"({type(numbers).__name__})"
+    return f"{tuple(numbers.shape)} {numbers.dtype}".replace("torch.", "")
 
 
 _CONVERT = {

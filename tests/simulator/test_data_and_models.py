@@ -230,6 +230,9 @@ def test_columns_and_lists_become_tensors(ids, dtype):
     assert given.train_features.dtype == given.test_features.dtype == dtype
     assert (given.train_features * (2 if dtype == torch.float32 else 1)).tolist() == IDS.tolist()
     assert given.test_labels.tolist() == [0, *[1] * 7]
+    records = f"records (8, 3) {dtype} with labels (8,) int64".replace("torch.", "")
+    told = f"training {records}, test {records}, 2 classes, 7 users"
+    assert repr(given) == f"<dataset for classification: {told}>"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,8 @@ def test_what_holds_no_numbers_says_why(records, message):
 
 
 def test_a_dataset_shows_no_record():
-    assert "secret" not in repr(flowers(train_features={"secret": [1.0]}))
+    shown = repr(flowers(train_features={"secret": [1.0]}))
+    assert "training records (dict) with labels (8,) int64, test" in shown
 
 
 def test_a_callable_of_yours_is_a_dataset_of_tensors_arrays_and_numbers_of_numpy(monkeypatch):
