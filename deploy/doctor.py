@@ -26,8 +26,9 @@ from shufl.deploy.site_files import NodeSite, load_site, role_of
 from shufl.learning.config import load
 from shufl.learning.your_code import one_line
 from shufl.protocol import shuffler_of
+from shufl.protocol.validation import read_toml
 from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
-from shufl.shuffler.callers import Revoked, Role, caller_of
+from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.credentials import read_certificate, renew_from
 from shufl.shuffler.wire.channel import parse_address, probe
@@ -43,7 +44,7 @@ _TAKEN = {
 _SET_CLOCK = "systemctl enable --now systemd-timesyncd"
 _TRUSTING = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # where the clock is wrong nothing is valid
 _TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
-_OF_CERTIFICATES = "its certificate, the authorities' in keys, and both clocks must fit"
+_OTHER_HOST = 62  # X509_V_ERR_HOSTNAME_MISMATCH
 _MOST_AHEAD, _MOST_BEHIND = 3.0, 60.0  # seconds; Flower refuses 5 and 305
 _SECONDS = 5.0
 
@@ -133,14 +134,20 @@ class _Examination:
 
     def shuffler(self) -> None:
         """A shuffler's site."""
-        config = load_config(self._folder / "shuffler.toml")
-        name = config.tls.certificate.stem
+        path = self._folder / "shuffler.toml"
+        try:
+            name = Path(read_toml(path)["tls"]["certificate"]).stem
+        except (KeyError, TypeError):
+            load_config(path)  # which says what is wrong
+            raise
         self._key_pair(name)
         self._days(name)
-        with self.look("withdrawn credentials", "mend the file that tls.revoked names"):
-            Revoked(config.tls.revoked)
+        with self.look("configuration", f"mend {path}"):
+            config = load_config(path)
+            if config.tls.revoked is not None:
+                config.tls.revoked.read_text()
         with self.look("port", f"systemctl status {self._folder.name}-shuffler; or another port"):
-            host, port, *_ = parse_address(config.listen)
+            host, port, *_ = parse_address(load_config(path).listen)
             try:
                 probe(host, port)
             except OSError as error:
@@ -224,8 +231,7 @@ class _Examination:
 
     def _shufflers(self, site: ServerSite | NodeSite, addresses: Sequence[str]) -> None:
         for address in addresses:
-            fix = f"ask who runs it; then its firewall, and yours; {_OF_CERTIFICATES}"
-            with self.look(f"shuffler {address}", fix):
+            with self.look(f"shuffler {address}", "ask who runs it; then its firewall, and yours"):
                 try:
                     ask_health(address, site.credentials)
                 except ShufflerRefused as error:
@@ -233,7 +239,17 @@ class _Examination:
                     why = f"takes no calls with this certificate: {error}"
                     raise _Trouble(why, f"ask who runs it: {fix}") from error
                 except ShufflerUnavailable as error:
-                    raise _Trouble(str(error)) from error
+                    raise _Trouble(str(error), self._remedy(str(error))) from error
+
+    def _remedy(self, refused: str) -> str:
+        """What mends TLS, by the text of its error; empty: the error is another one."""
+        if "expired" in refused or "not yet valid" in refused:
+            return f"{_SET_CLOCK}, if this clock is wrong; else its certificate has to be renewed"
+        if "certificate" in refused.lower():
+            return "put the authorities' certificates in keys, as `shufl provision` wrote them"
+        if any(each.trouble and "certificate" in each.what for each in self.findings):
+            return "as above: it ends calls whose certificate is not valid"
+        return ""
 
     def _superlink(self, address: str, fix: str) -> None:
         with self.look(f"SuperLink {address}", fix):
@@ -241,8 +257,10 @@ class _Examination:
             try:
                 _answer_date(address, ssl.create_default_context(cafile=authority))
             except ssl.SSLCertVerificationError as error:
-                fix = f"server.host must be the name that nodes use; {_OF_CERTIFICATES}"
-                raise _Trouble(f"its certificate: {error.verify_message}", fix) from error
+                remedy = self._remedy(error.verify_message)
+                if error.verify_code == _OTHER_HOST:
+                    remedy = "server.host in deployment.toml must be the name that nodes use"
+                raise _Trouble(f"its certificate: {error.verify_message}", remedy) from error
         with self.look("clock", "as above"):
             before = datetime.datetime.now(datetime.UTC)
             theirs = _answer_date(address, _TRUSTING)

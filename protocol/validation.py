@@ -82,12 +82,18 @@ class Record(BaseModel):
 class Checked(Record):
     """A record that answers a wrong value by a ConfigError of one line."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
         """Checks every value.
 
         Raises:
-            ConfigError: An unknown or missing name, or a value that is not allowed.
+            ConfigError: An unknown or missing name, a value without one, or one that is not
+                allowed.
         """
+        if unnamed:
+            names = ", ".join(f"{name}=" for name in type(self).model_fields if name != "name")
+            raise ConfigError(
+                f"{type(self).__name__} takes values by name ({names}), got {shown(unnamed[0])}"
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:

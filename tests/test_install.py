@@ -120,7 +120,7 @@ ANSWERS = {
     "metrics sites/shuffler-1": "shufl_disk_free_bytes",
     "metrics sites/ward-1": "shufl_device_epsilon_most",
     "provision deployment.toml": lacks("flwr", "server"),
-    "register --site sites/server/server.toml": lacks("flwr", "server"),
+    "register": lacks("flwr", "server"),
     "rehearse deployment.toml": lacks("flwr", "server"),
     "keys authority new": "new/authority.pem",
     "device status sites/ward-1/device.toml": "ledger",

@@ -50,7 +50,7 @@ _STALLED = 0.97  # of the last bound: all are asked, with shares far below
 _GAIN = 0.998  # of the bound, by a share worth taking
 _PATIENCE = 3  # the most α without a trial
 _HOPELESS = 2.0  # times the other bound: not worth a trial
-_NEGLIGIBLE = 1e-2  # in units of the least δ that is of interest
+_NEGLIGIBLE, _END = 1e-2, 1e-4  # bounds, and masses, in units of the least δ that is of interest
 _OTHERS_EACH = 2.0  # times α - 1: the other bounds are asked again
 _LARGER = 1.25, 2.0  # times γ: check-in rates at which swaps are asked too
 _AS_ALONE = 0.97  # of the bound of the report alone; above it, that bound is taken
@@ -166,7 +166,7 @@ class _Search:
         if crowd.terms == crowd.users:  # users report independently of each other
             rates = [each * crowd.rate for each in _LARGER if each * crowd.rate <= 1.0]
             bounds = [crowd.by_swaps, *bounds, *(crowd.at(rate).by_swaps for rate in rates)]
-        self._trials = [_Trials(bound, pair) for bound in bounds]
+        self._trials = [_Trials(bound, pair, _END * least) for bound in bounds]
         self._negligible = _NEGLIGIBLE * least
         # H_α does not rise in α: what bounded it before still does.
         self._least = crowd.rate
@@ -196,8 +196,10 @@ class _Search:
 class _Trials:
     """One bound at increasing α, and the share of it that is mass moved into δ."""
 
-    def __init__(self, bound: Callable[[float, Pair, float], float], pair: Pair) -> None:
-        self._bound, self._pair = bound, pair
+    def __init__(
+        self, bound: Callable[[float, Pair, float], float], pair: Pair, end: float
+    ) -> None:
+        self._bound, self._pair, self._end = bound, pair, end
         self._share, self._factor = _FIRST_SHARE, _FACTOR
         self._wait = self._waited = 0
 
@@ -223,7 +225,10 @@ class _Trials:
         self, alpha: float, value: float, lost: float, factor: float, most: float
     ) -> tuple[float, float]:
         """Returns the bound and its mass after trials of masses changed by `factor`."""
-        while value - 2.0 * alpha * lost < most and factor * alpha * lost < _MOST_SHARE * value:
+        while (
+            value - 2.0 * alpha * lost < most
+            and self._end < factor * lost < _MOST_SHARE * value / alpha
+        ):
             found = self._bound(alpha, self._pair, lost * factor)
             if found > _GAIN * value:
                 break

@@ -17,7 +17,7 @@ from shufl.accounting.numerics import FloatArray
 # Rounding in slopes and sums errs by less; every δ is raised by it (relative).
 _ROUND_UP = 1e-11
 # A profile's δ below it are not told apart, unless the question is about a tiny δ.
-USUAL_LEAST = 1e-18
+USUAL_LEAST = 1e-22
 # Beyond a loss this large α overflows; δ stays constant from there on.
 MAX_LOSS = 700.0
 # A smaller δ is moved to the infinite loss as a whole.

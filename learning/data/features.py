@@ -13,7 +13,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -168,6 +168,14 @@ def _read(path: Path) -> Tensors | None:
         return None
 
 
+def _save(tensors: Tensors, file: BinaryIO) -> None:
+    """`torch.save`, with an OSError where it makes a RuntimeError of one."""
+    try:
+        torch.save(tensors, file)
+    except RuntimeError as error:
+        raise OSError(one_line(error.__context__ or error)) from None
+
+
 def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
     """Computes the features and writes them to a file, whole or not at all."""
     shape = _shape_of_one(dataset, name)
@@ -178,9 +186,9 @@ def _keep(path: Path, dataset: Dataset, name: str) -> Tensors:
             raise OSError(f"{free / 1e9:.2g} GB are free")
         tensors = _compute(dataset, name, shape)
         with whole_file(path, shared=True) as file:
-            torch.save(tensors, file)
+            _save(tensors, file)
         return torch.load(path, mmap=True, weights_only=True)
-    except (OSError, RuntimeError) as error:  # torch makes the one of the other
+    except OSError as error:
         raise ConfigError(
             f"data.features {name} needs {size / 1e9:.2g} GB in {path.parent}, which "
             f"XDG_CACHE_HOME can change: {one_line(error)}"

@@ -8,7 +8,7 @@ from shufl.protocol.validation import Count, NotNegative, Record
 from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 
-class Floor(Record):
+class Floor(Record, strict=False):
     """No run is created, and no round opened, with less privacy than this.
 
     Attributes:

@@ -65,6 +65,11 @@ def test_a_value_out_of_range_is_refused_in_one_line(change, message):
     assert "\n" not in str(caught.value)
 
 
+def test_values_without_names_are_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"PrivacyPlan takes values by name \(users=, .*got 100"):
+        accounting.PrivacyPlan(100)
+
+
 def test_the_least_delta_that_is_named_is_allowed():
     assert make_plan(**GOOD | {"delta": 1e-20}).delta == 1e-20
     assert make_plan(**GOOD | {"delta": 5.54e-19, "rounds": 5540}).rounds == 5540
