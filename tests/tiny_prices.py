@@ -1,4 +1,4 @@
-"""Importing this prices the rounds of the tiny configuration.
+"""Importing this prices the tiny configuration, that with twice its noise, and quickstart.
 
 Accountants keep prices: a process that has them begins with much of the work of a short run done.
 """
@@ -7,10 +7,17 @@ from shufl.accounting import accountants_of_kind, make_accountant
 from shufl.protocol import CheckIn, GaussianMechanism, Shuffled
 from tiny import ADJACENCY, CLIP_NORM, NOISE, RATE, USERS
 
-_MECHANISM = GaussianMechanism(clip_norm=CLIP_NORM, noise_multiplier=NOISE)
-_ROUND = Shuffled(USERS, CheckIn(RATE), _MECHANISM)
 
-for _name in accountants_of_kind(_ROUND):
-    _accountant = make_accountant(_name, ADJACENCY)
-    if _accountant.supports(_ROUND):
-        _accountant.compose(_ROUND).get_epsilon(1 / USERS)
+def _price(event, adjacency, delta):
+    for name in accountants_of_kind(event):
+        accountant = make_accountant(name, adjacency)
+        if accountant.supports(event):
+            accountant.compose(event).get_epsilon(delta)
+
+
+for _noise in (NOISE, 2 * NOISE):
+    _mechanism = GaussianMechanism(clip_norm=CLIP_NORM, noise_multiplier=_noise)
+    _price(Shuffled(USERS, CheckIn(RATE), _mechanism), ADJACENCY, 1 / USERS)
+_price(
+    Shuffled(1437, CheckIn(0.5), GaussianMechanism(noise_multiplier=1.0), 50.0), "replace", 1 / 1437
+)

@@ -91,7 +91,7 @@ def delta_of(first, second, epsilon):
 @pytest.mark.slow
 def test_a_block_costs_what_the_whole_mechanism_gives_away():
     """Simulated without Mecke's formula; and no server that chooses by what it saw gains by it."""
-    every, blankets, draws = 4, 1.0, 10_000
+    every, blankets, draws = 4, 1.0, 4_000
     claims = block_of(every, blankets)
     fixed, chosen = (
         [losses(world, records, every, blankets, draws, world) for world in (0, 1)]

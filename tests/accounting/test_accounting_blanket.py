@@ -236,6 +236,7 @@ def epsilon_of(event, rounds, adjacency="replace", delta=1e-5, accountant="blank
     return accounting.make_accountant(accountant, adjacency).epsilon_after(event, delta, rounds)
 
 
+@pytest.mark.nightly
 def test_a_tiny_delta_has_an_epsilon():
     """Where a coarse mesh answers nothing the finer one is taken."""
     event = event_of(0.1, 5.0, 10_000.0)
@@ -275,8 +276,10 @@ def test_extreme_parameters_give_a_number(rate, noise, blankets, adjacency):
     ("event", "rounds", "delta", "over"),
     [
         # Where the sum over frequencies ends early, what it lacks is most of a small profile.
-        (check_in(1, 1.0, 0.575, 251.0), 40, 1e-5, 1.02),
-        *by_night((check_in(1, 0.1, 0.446, 1177.0), 1000, 1e-5, 1.05)),
+        *by_night(
+            (check_in(1, 1.0, 0.575, 251.0), 40, 1e-5, 1.02),
+            (check_in(1, 0.1, 0.446, 1177.0), 1000, 1e-5, 1.05),
+        ),
         # Next to α = 1 the report hides as badly as alone; that says nothing of larger α.
         (check_in(1, 1e-3, 1.0, 0.01), 100, 1e-3, 1.05),
     ],

@@ -58,7 +58,7 @@ def test_randomised_response_is_its_enumeration(n, k, local, adversary):
         assert truth - 1e-14 <= value <= truth * (1 + 1e-6) + 1e-14
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_large_groups_are_the_sum_over_who_sent_a_uniform_value():
     epsilons = np.array([0.0, 0.05, 0.15])
     got = randomised_response_delta(2000, 4, 2.0, epsilons, "weak")

@@ -111,7 +111,7 @@ def of_sum(plan, asked, others, noise):
 @pytest.mark.slow
 def test_users_of_one_node_who_add_no_noise_leave_the_blankets_to_others(shuffler):
     """The others' owner takes its reports out of the batch, which is all that `crowd` counts on."""
-    attacked = plan(4, 0.6, 150, shuffler_blankets=8.0, accountant="blanket")
+    attacked = plan(3, 0.4, 50, shuffler_blankets=4.0, accountant="blanket")
     score = without_known(attacked, likelihood_score(attacked, "absent"))
     worlds = run_canary(attacked, "minus", shuffler, 4, BesideACheat)
     found = delta_shown(worlds, score, EPSILON)
@@ -122,7 +122,7 @@ def test_users_of_one_node_who_add_no_noise_leave_the_blankets_to_others(shuffle
 @pytest.mark.slow
 def test_users_who_add_no_noise_are_to_be_taken_off_the_crowd(shuffler):
     """What is claimed of all 20 users is refuted, what is claimed of the two honest is not."""
-    attacked, honest = plan(20, 1.0, 150, accountant="crowd"), plan(2, 1.0, 150)
+    attacked, honest = plan(20, 0.8, 40, accountant="crowd"), plan(2, 0.8, 40)
     score = without_known(attacked, likelihood_score(honest, "minus"))
     worlds = run_canary(attacked, "minus", shuffler, 4, BesideCheats)
     found = delta_shown(worlds, score, EPSILON)

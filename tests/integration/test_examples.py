@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from nights import by_night
+from run_world import LIMIT
+from warm import play
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,7 +37,10 @@ def test_an_example_learns_and_keeps_its_budget(name, score, least, most, tmp_pa
 
 
 def test_each_refusal_of_a_spreadsheet_is_on_its_page_with_its_answer(tmp_path):
-    printed = printed_by("spreadsheet", tmp_path).replace(f"{tmp_path}/", "…/")
+    shutil.copy(EXAMPLES / "spreadsheet.py", tmp_path)
+    code = "import runpy; runpy.run_path('spreadsheet.py', run_name='__main__')"
+    ended = play([code], LIMIT, program="python", cwd=tmp_path)
+    printed = ended.stdout.replace(f"{tmp_path}/", "…/")
     refused = re.findall(r"^refused: (.*)\nanswer:  \{'(\w+)'", printed, re.MULTILINE)
     page = (DOCS / "spreadsheet.md").read_text(encoding="utf-8")
     shown = re.findall(r"^refused: (.*?)^(\w+) = ", page, re.MULTILINE | re.DOTALL)

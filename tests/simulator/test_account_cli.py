@@ -126,7 +126,7 @@ def test_who_does_not_price_the_rounds_says_so(tmp_path, fixed_size_only):
     "plan",
     [
         "-n 10 --check-in-rate 1 --noise-multiplier 5",
-        "-n 1000000000000 --check-in-rate 0.1 --noise-multiplier 0.001",
+        *by_night("-n 1000000000000 --check-in-rate 0.1 --noise-multiplier 0.001"),
     ],
 )
 @pytest.mark.slow

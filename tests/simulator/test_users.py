@@ -445,10 +445,9 @@ def test_a_histogram_says_who_is_one_person(visits):
     assert "n = 12000 users, each of 12 000 rows is taken for one person" in shown[0]
     said = "n = 3000 users, by column patient: one of each one's rows counts, at random, of 12 000"
     assert said in shown[1]
-    for command, text, count in zip((rows, people), shown, (12_000, 3000), strict=True):
-        found = told(command)
-        assert found["users"] == count and found["privacy"]["delta"] == 1 / count
-        assert found["users_by"] in text
+    found = told(people)
+    assert found["users"] == 3000 and found["privacy"]["delta"] == 1 / 3000
+    assert found["users_by"] in shown[1]
 
 
 @pytest.mark.parametrize(

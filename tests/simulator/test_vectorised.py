@@ -292,7 +292,7 @@ def test_a_model_that_fails_in_a_later_round_ends_the_run_in_one_line(tmp_path, 
 
 @pytest.mark.slow
 def test_rounds_without_check_ins_are_spent_and_leave_the_model(tmp_path):
-    folder = run_folder(tmp_path, "privacy.check_in_rate=1e-7")
+    folder = run_folder(tmp_path, "privacy.check_in_rate=1e-3")
     rows = json_lines(folder / "metrics.jsonl")
     assert [(row["outcome"], row["reports"]) for row in rows] == [("below-minimum", 0)] * 3
     assert len(Ledger.read(folder / "ledger.jsonl").entries) == 3
