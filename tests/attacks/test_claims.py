@@ -220,6 +220,7 @@ def test_models_show_no_more_than_is_claimed_of_reports(shuffler):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_models_show_no_more_than_is_claimed_of_sums(shuffler):
     """The server's own noise is left out, which leaves them less than they have."""
     attacked = sums(3, 0.6, 150, central_noise=1.2, accountant="sum-central")

@@ -73,7 +73,7 @@ def test_a_simulation_needs_a_seed_that_a_resumed_run_has_again(engine):
         prepare_simulation(chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_attack_through_client_shuffler_and_server_takes_whole_blocks():
     plan = make_plan(
         users=1, check_in_rate=0.5, noise_multiplier=0.3, rounds=2, delta=1e-5, minimum_batch=1,

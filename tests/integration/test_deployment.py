@@ -105,7 +105,7 @@ def handles(pid, number):
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_ends_whichever_of_its_threads_gets_the_signal(tmp_path):
     rehearsal = Rehearsal(deployment_of(tmp_path, nodes=1, rounds=2), tmp_path, tmp_path / "s")
     log = tmp_path / "node.log"

@@ -36,6 +36,7 @@ def test_an_example_learns_and_keeps_its_budget(name, score, least, most, tmp_pa
     assert told and least < float(told[1]) < most and float(told[2]) <= 4.0
 
 
+@pytest.mark.nightly  # tests/simulator/test_spreadsheets.py has each refusal
 def test_each_refusal_of_a_spreadsheet_is_on_its_page_with_its_answer(tmp_path):
     shutil.copy(EXAMPLES / "spreadsheet.py", tmp_path)
     code = "import runpy; runpy.run_path('spreadsheet.py', run_name='__main__')"

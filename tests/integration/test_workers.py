@@ -154,7 +154,7 @@ def test_a_cluster_without_gpus_is_one_line(tmp_path, monkeypatch):
         raise AssertionError("workers have started")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_no_node_of_a_cluster_has_is_one_line_and_nothing_is_waited_for(tmp_path):
     """Two nodes of one CPU each. Without the check these commands would wait for ever."""
     config, runs = tiny_config(tmp_path, 4), tmp_path / "runs"
@@ -230,7 +230,7 @@ def test_a_cluster_with_an_autoscaler_may_get_more_nodes(tmp_path, memory_path, 
         head.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigterm_ends_a_wait_for_cpus_that_others_have(tmp_path):
     settings = "--set", "simulation.workers=2", "--engine", "vectorised"
     command = "run", tiny_config(tmp_path, 4), "--runs", tmp_path / "runs", *settings

@@ -148,7 +148,7 @@ def test_error_and_bytes_are_those_of_the_users_and_the_blankets():
     assert shufl(command).stdout.count("–") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_noise_and_blankets_of_least_error_reach_the_headline():
     result = shufl("-n 60000 --check-in-rate 0.1 --rounds 5540 --target-epsilon 1 --json")
     assert result.stderr == ""
