@@ -7,14 +7,17 @@ import email.utils
 import errno
 import http.client
 import importlib.metadata
+import re
 import resource
 import shutil
+import socket
 import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cryptography import x509
 from packaging.requirements import Requirement
 
 from shufl.accounting import rounds_within_budget
@@ -44,6 +47,9 @@ _TAKEN = {
 _SET_CLOCK = "systemctl enable --now systemd-timesyncd"
 _TRUSTING = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # where the clock is wrong nothing is valid
 _TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
+_ANY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the same for gRPC, which asks for a protocol
+_ANY.check_hostname, _ANY.verify_mode = False, ssl.CERT_NONE
+_ANY.set_alpn_protocols(["h2", "http/1.1"])
 _OTHER_HOST = 62  # X509_V_ERR_HOSTNAME_MISMATCH
 _MOST_AHEAD, _MOST_BEHIND = 3.0, 60.0  # seconds; Flower refuses 5 and 305
 _SECONDS = 5.0
@@ -106,9 +112,7 @@ class _Examination:
         """What every site needs."""
         with self.look("versions", self._install):
             _check_versions(self._role)
-        with self.look("disk", f"make room on the disk of {self._folder}"):
-            if (free := shutil.disk_usage(self._folder).free) < _LEAST_FREE:
-                raise _Trouble(f"{free / 1e9:.2f} GB are free, at least 1 GB are needed")
+        self._disk("disk", self._folder)
         with self.look("descriptors", "LimitNOFILE=65536 in the unit, or `ulimit -Hn` as root"):
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             if 0 <= hard < _LEAST_DESCRIPTORS:
@@ -116,12 +120,22 @@ class _Examination:
                     f"{hard} open files are allowed, at least {_LEAST_DESCRIPTORS} are needed"
                 )
 
+    def _disk(self, what: str, path: Path) -> None:
+        with self.look(what, f"make room on the disk of {path}"):
+            there = next(each for each in (path, *path.parents) if each.exists())
+            if (free := shutil.disk_usage(there).free) < _LEAST_FREE:
+                raise _Trouble(f"{free / 1e9:.2f} GB are free, at least 1 GB are needed")
+
     def server(self) -> None:
         """The server's site."""
         _, address = flower_connection(self._folder)
         self._certificate("server", Role.SERVER, 0)
         self._days("superlink", "SuperLink's certificate")
         self._plan()
+        with self.look("test records", "put back what data.dataset in run.toml names"):
+            from shufl.learning.data.datasets import load_dataset
+
+            load_dataset(load(str(self._folder / "run.toml")).data.dataset)
         site = load_site(self._folder / "server.toml", ServerSite)
         with self.look("nodes", "put back what `shufl provision` wrote to nodes"):
             if not site.agreed:
@@ -131,6 +145,7 @@ class _Examination:
                 raise _Trouble(f"the SuperLink was not told of {', '.join(new)}")
         self._shufflers(site, site.shufflers)
         self._superlink(address, f"systemctl start {self._folder.name}-superlink")
+        self._nginx("superlink")
 
     def shuffler(self) -> None:
         """A shuffler's site."""
@@ -142,17 +157,27 @@ class _Examination:
             raise
         self._key_pair(name)
         self._days(name)
+        config = None
         with self.look("configuration", f"mend {path}"):
             config = load_config(path)
             if config.tls.revoked is not None:
                 config.tls.revoked.read_text()
+        if config is None:
+            return
+        if config.directory is not None:
+            self._disk("disk of the reports", config.directory)
         with self.look("port", f"systemctl status {self._folder.name}-shuffler; or another port"):
-            host, port, *_ = parse_address(load_config(path).listen)
+            host, port, *_ = parse_address(config.listen)
             try:
                 probe(host, port)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE:  # by the shuffler itself, if it runs
+                if error.errno != errno.EADDRINUSE:
                     raise
+                self._check_presented(host, port, name)
+            else:
+                fix = f"systemctl start {self._folder.name}-shuffler"
+                raise _Trouble(f"nobody listens at {config.listen}", fix)
+        self._nginx(name)
 
     def node(self) -> None:
         """A node's site."""
@@ -181,6 +206,36 @@ class _Examination:
                 )
         self._shufflers(site, [site.shufflers[shuffler_of(site.number, len(site.shufflers))]])
         self._superlink(site.superlink, "ask who runs the server: SuperLink, nginx, firewall")
+
+    def _nginx(self, name: str) -> None:
+        """Looks whether this site's key answers where its nginx listens, if it has one."""
+        if not (path := self._folder / "nginx.conf").exists():
+            return
+        with self.look("nginx", "nginx -t, and systemctl restart nginx") as shown:
+            found = re.search(r"^ *listen (\S+):(\d+)", path.read_text(), re.MULTILINE)
+            if found is None:
+                raise _Trouble(f"{path} says nowhere where it listens", "provision it anew")
+            host = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(found[1], found[1])
+            shown.append(f"at port {found[2]}")
+            self._check_presented(host, int(found[2]), name)
+
+    def _check_presented(self, host: str, port: int, name: str) -> None:
+        """Refuses another program in the place of this site's: whoever has not its key."""
+        own = read_certificate(self._keys / f"{name}.pem")
+        try:
+            plain = socket.create_connection((host, port), _SECONDS)
+        except OSError as error:
+            raise _Trouble(f"nobody answers at port {port}: {error.strerror}") from error
+        try:
+            with plain, _ANY.wrap_socket(plain) as tls:
+                presented = tls.getpeercert(binary_form=True)
+        except OSError:
+            presented = None
+        if (
+            presented is None
+            or x509.load_der_x509_certificate(presented).public_key() != own.public_key()
+        ):
+            raise _Trouble(f"another program has port {port}: it has not the key of {name}.pem")
 
     def _certificate(self, name: str, role: Role, users: int) -> None:
         self._key_pair(name)

@@ -65,6 +65,8 @@ def _of_server(folder: Path) -> Iterator[_Sample]:
     state = status.state
     yield "shufl_run_running", "1 while the newest run goes on", state == "running", {}
     yield "shufl_run_interrupted", "1 if it is to be resumed", state == "interrupted", {}
+    waits = "For how many seconds it has waited for nodes or shufflers; shufl status says for which"
+    yield "shufl_run_waiting_seconds", waits, status.waits_seconds, {}
     yield "shufl_run_rounds", "Its rounds that are spent", status.rounds, {}
     yield "shufl_run_rounds_allowed", "Rounds that its budget allows", status.allowed, {}
     yield "shufl_run_epsilon", "ε spent, by the halting accountant", status.epsilon, {}

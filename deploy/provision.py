@@ -223,13 +223,16 @@ class _Sites:
         for template in (*templates, "install.sh"):
             file = _NAMES.get(template, template)
             files[file] = files.get(file, "") + _template(template, **values)
+        # No process is reached before the firewall is there, however the machine came up.
+        firewall = f"ExecStartPre=+/usr/sbin/nft --file /etc/shufl/{prefix}.nft"
+        before = (firewall,) if "nftables.conf" in files else ()
         for process in processes:
             values |= asdict(process) | {
                 "unit": f"{prefix}-{process.name}",
                 "about": process.about[0].upper() + process.about[1:],
                 "writes": folder if process.user == "shufl" else f"{folder}/{process.home}",
                 "stop_seconds": f"{process.stop_seconds:.0f}",
-                "more": "\n".join(process.unit),
+                "more": "\n".join((*before, *process.unit)),
                 "after": f" {prefix}-{process.after}.service" if process.after else "",
                 "command": shlex.join(process.command_in(Path(folder, ".venv/bin"))),
             }

@@ -10,7 +10,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shufl.accounting import Ledger, LedgerError, rounds_within_budget
-from shufl.deploy.server_site import OUTCOME_FILE, ServerSite, read_json
+from shufl.deploy.server_site import OUTCOME_FILE, WAITING_FILE, ServerSite, read_json
 from shufl.protocol.outcomes import NODES_FILE
 from shufl.protocol.validation import ConfigError
 from shufl.results.run_folder import read_run
@@ -37,6 +37,7 @@ class Status:
         accountant: the halting one.
         score_name, score: on the test data, the last that was measured; None: none was.
         seconds_left: by the last rounds; None: it does not run, or has no round yet.
+        waits_for, waits_seconds: what keeps it from a round, and for how long; empty: nothing.
         nodes: of each node its name, number, Flower's number, users, the fingerprint and the last
             day of its certificate, for how many seconds it has been silent (None: it never came),
             and why.
@@ -55,6 +56,8 @@ class Status:
     score_name: str
     score: float | None
     seconds_left: float | None
+    waits_for: str
+    waits_seconds: float
     nodes: list[dict[str, Any]]
     shufflers: dict[str, str]
     doubt: str
@@ -76,6 +79,7 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
     lately = [row["seconds"] for row in rows[-_LATELY:]]
     left = sum(lately) / len(lately) * (allowed - spent) if running and lately else None
     now = time.time()
+    waits = read_json(folder / WAITING_FILE, {}) if running else {}
     return Status(
         folder=str(folder),
         state="running" if running else state,
@@ -88,6 +92,8 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         score_name=rows[-1]["score"] if rows else "",
         score=next((score for _, score in reversed(scores_of(rows))), None),
         seconds_left=left,
+        waits_for=waits.get("for", ""),
+        waits_seconds=now - waits["since"] if waits else 0.0,
         nodes=[_node(node, now, site) for node in read_json(folder / NODES_FILE, [])],
         shufflers={each: health_of(each, site.credentials) for each in site.shufflers}
         if site

@@ -25,7 +25,13 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from shufl.accounting import Ledger, LedgerError
-from shufl.deploy.server_site import CONSOLE_FILE, OUTCOME_FILE, STOP_FILE, ServerSite
+from shufl.deploy.server_site import (
+    CONSOLE_FILE,
+    OUTCOME_FILE,
+    STOP_FILE,
+    WAITING_FILE,
+    ServerSite,
+)
 from shufl.deploy.site_files import check_cover, load_site
 from shufl.learning.config import Config
 from shufl.learning.data.features import check_digest
@@ -171,6 +177,7 @@ class DeployedEngine:
             KeyboardInterrupt: the process was interrupted without that file.
         """
         site, asked = self._site, training.folder / STOP_FILE
+        waits = _Waits(training.folder / WAITING_FILE, self._tell)
         settings = ServerSettings(
             **vars(training),
             policy=Deployed(
@@ -178,7 +185,7 @@ class DeployedEngine:
                 round_timeout=site.round_timeout,
                 shuffler_seconds=_SHUFFLER_SECONDS,
                 agreed=lambda: site.agreed,
-                tell=self._tell,
+                tell=waits,
             ),
             shufflers=tuple((address, lambda: site.credentials) for address in site.shufflers),
             sealing=self._sealing,
@@ -193,3 +200,20 @@ class DeployedEngine:
         if ended.stopped_by == "interrupt" and not asked.exists():
             raise KeyboardInterrupt
         return ended
+
+
+class _Waits:
+    """Tells what the run waits for, once, and keeps it in a file for as long as it waits."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]):
+        self._path, self._tell = path, tell
+        self._line, self._since = "", 0.0
+
+    def __call__(self, line: str) -> None:
+        if not line:
+            self._path.unlink(missing_ok=True)
+        elif line != self._line:
+            self._tell(line)
+            self._since = self._since if self._line else time.time()
+            write_whole(self._path, json.dumps({"for": line, "since": self._since}).encode())
+        self._line = line

@@ -19,6 +19,9 @@ from shufl.shuffler.wire.channel import parse_address
 CONSOLE_FILE, OUTCOME_FILE, STOP_FILE = "console.txt", "outcome.json", "stop"
 """In a run folder: what is printed; how the run ended; asks it to end."""
 
+WAITING_FILE = "waiting.json"
+"""In a run folder while the run waits: `for`, what it waits for, and `since`, by `time.time`."""
+
 FLOWER_FOLDER = "flower"
 """Beside the server's file: Flower's home, with the connections."""
 

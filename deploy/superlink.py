@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -46,6 +47,7 @@ from shufl.results.engine_interface import EngineFailed
 from shufl.results.interrupts import interrupts
 from shufl.results.run_folder import config_of, make_folder, read_rows
 from shufl.server import MOST_IN_VAIN, RoundFailed
+from shufl.shuffler.wire.channel import parse_address
 
 # The Flower app: no code, but the names of two modules that are installed where they run.
 _APP = Path(__file__).with_name("flower_app")
@@ -53,6 +55,7 @@ _POLL_SECONDS = 0.2
 _BEGIN_SECONDS = 30.0  # from when Flower has said something last until a ServerApp holds the ledger
 _LAST_WORDS_SECONDS = 2.0  # from when a ServerApp lets its ledger go until it tells its outcome
 _LEAST_FREE = 2**16
+_LISTEN_SECONDS = 60.0  # for a SuperLink that has just been started
 
 
 def register(site_path: Path) -> Iterator[str]:
@@ -65,7 +68,12 @@ def register(site_path: Path) -> Iterator[str]:
         EngineFailed: Flower refuses; what was done before stays.
     """
     folder = site_path.absolute().parent
-    site, connection = load_site(site_path, ServerSite), flower_connection(folder)[0]
+    site, (connection, address) = load_site(site_path, ServerSite), flower_connection(folder)
+    if not _listens(address):
+        yield f"waiting for the SuperLink at {address}"
+        until = time.monotonic() + _LISTEN_SECONDS
+        while not _listens(address) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
     listed = _told(folder, "supernode", "list", connection)
     nodes = [each for each in listed["nodes"] if each["status"] != "unregistered"]
     there = {int(each["node-id"]) for each in nodes}
@@ -104,6 +112,15 @@ def register(site_path: Path) -> Iterator[str]:
         number = int(told["node-id"])
         known[number] = Registered(name, key)
         yield remember("registered", name, number)
+
+
+def _listens(address: str) -> bool:
+    host, port, *_ = parse_address(address)
+    try:
+        socket.create_connection((host, port), _POLL_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _told(folder: Path, *arguments: str) -> dict[str, Any]:

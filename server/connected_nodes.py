@@ -114,6 +114,7 @@ class Fleet:
         self._grid = grid
         self._over, self._frozen = over, frozen
         self._questions: list[Exchange] = []
+        self._asked: set[int] = set()  # who is connected and has not answered yet
         self._refused: dict[int, tuple[float, str]] = {}  # when, and why
         self._agreed = self._policy.agreed()
         self._told = ""  # for whom it waits
@@ -134,9 +135,10 @@ class Fleet:
             connected = set(self._grid.get_node_ids())
             self._ask(connected)
             present = sorted(connected & self._in)
-            awaited = connected & {node for each in self._questions for node in each.waiting}
+            waiting = {node for each in self._questions for node in each.waiting}
+            self._asked = awaited = connected & waiting
             if self._prompt is not None:
-                awaited &= self._prompt
+                awaited = awaited & self._prompt
             waited = not awaited or time.monotonic() - begun > policy.round_timeout
             enough = len(present) >= policy.nodes and bool(self.with_enough(present))
             if (enough and waited) or self._over():
@@ -173,10 +175,12 @@ class Fleet:
         """Tells the operator, and the run folder, for which nodes it waits, if that has changed."""
         here = {self.known[node].number for node in present}
         refused = {self.name_of(node): reason for node, (_, reason) in self._refused.items()}
+        to_answer = [self.name_of(node) for node in sorted(self._asked)]
         missing = [each.name for number, each in self._agreed.items() if number not in here]
-        away = [name for name in missing if name not in refused]
+        away = [name for name in missing if name not in refused and name not in to_answer]
         reasons = [f"{name}: {reason}" for name, reason in refused.items()]
-        line = f"waiting for nodes: {len(present)} are there, too few for a round"
+        line = f"waiting for nodes: {len(present)} are there, {self._lacking(present)}"
+        line += f"; still to answer: {', '.join(to_answer)}" if to_answer else ""
         line += f"; away: {', '.join(away)}" if away else ""
         line += f"; refused: {'; '.join(reasons)}" if reasons else ""
         line = textwrap.shorten(line, _MOST_CHARACTERS, placeholder=" …")
@@ -187,8 +191,21 @@ class Fleet:
                 self.known[node].trouble = self._why(node)
             self._write()
 
+    def _lacking(self, present: list[int]) -> str:
+        """Whether these nodes have enough users for a round; if not, how many a shuffler needs."""
+        if self.with_enough(present):
+            return "enough for a round"
+        least = self._fewest_users
+        users = ", ".join(
+            f"{here} of {least} users at {self.settings.shufflers[shuffler][0]}"
+            for shuffler, here in self.users_of(present).items()
+        )
+        return f"too few for a round ({users})"
+
     def _why(self, node: int | None, otherwise: str = "not connected") -> str:
-        """Why a node is not in."""
+        """Why a node is not in; empty: it is asked, and answers when a round of its own is over."""
+        if node in self._asked:
+            return ""
         return otherwise if node not in self._refused else self._refused[node][1]
 
     def name_of(self, node: int) -> str:
@@ -212,10 +229,15 @@ class Fleet:
 
     def with_enough(self, present: list[int]) -> list[int]:
         """The shufflers to which enough of these nodes' users report for a release."""
+        users = self.users_of(present).items()
+        return [each for each, here in users if here >= self._fewest_users]
+
+    @property
+    def _fewest_users(self) -> int:
+        """How many users must be present at a shuffler."""
         plan = self.settings.plan
         least = plan.minimum_batch if plan.cover else 1
-        users = self.users_of(present).items()
-        return [each for each, here in users if here >= least and plan.enough_present(here)]
+        return least if plan.enough_present(least) else plan.least_present
 
     def shuffler_of(self, node: int) -> int:
         """To which shuffler, from 0, the users of a known node report."""

@@ -55,7 +55,7 @@ class Deployed:
         shuffler_seconds: seconds for a shuffler that is away to come back within a round.
         agreed: gives what was agreed with each node, by its number; asked whenever a node comes,
             because others may be added.
-        tell: takes a line for the operator.
+        tell: takes a line for the operator that says what is waited for; empty: nothing any more.
     """
 
     patience: float

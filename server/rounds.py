@@ -111,6 +111,7 @@ class RoundLoop:
             self._book(parts)
             ready = [each for each in parts if each.error is None]
             if ready or self._waiting_is_over():
+                self._policy.tell("")
                 return nodes, ready
             error = next(each.error for each in parts if each.error)
             if time.monotonic() > until:

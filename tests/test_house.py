@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3822,
     "clients": 1175,
-    "deploy": 1869,
+    "deploy": 1962,
     "learning": 3184,
     "protocol": 1187,
     "results": 1348,
-    "server": 1110,
+    "server": 1129,
     "shuffler": 3006,
     "simulator": 2884,
-    "src": 1778,
+    "src": 1780,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

@@ -85,6 +85,10 @@ if [ -f shuffler.toml ]; then
     printf '%s\n' "$$text" > /etc/nginx/shufl/$prefix.conf
     echo 'stream { include /etc/nginx/shufl/*.conf; }' > /etc/nginx/modules-enabled/99-shufl.conf
 fi
+if [ ! -f node.toml ]; then  # Debian's nginx stays down once it has failed
+    mkdir -p /etc/systemd/system/nginx.service.d
+    printf '[Service]\nRestart=on-failure\nRestartSec=5\n' > /etc/systemd/system/nginx.service.d/shufl.conf
+fi
 for each in $prefix-*.service; do
     copy "$$each" "/etc/systemd/system/$$each"
 done

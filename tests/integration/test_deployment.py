@@ -35,10 +35,13 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_its_commands_and_
         world.kill_process("ward-1", "node")
         world.run()
         refusal = "it says that it speaks for 4 users, 3 were agreed"
-        few = "waiting for nodes: 1 are there, too few for a round"
-        waiting = f"{few}; refused: ward-1: {refusal}\n"
+        (shuffler,) = world.deployment.shufflers
+        lacking = f"too few for a round (3 of 6 users at {shuffler.address})"
+        waiting = f"waiting for nodes: 1 are there, {lacking}; refused: ward-1: {refusal}\n"
         wait_until(lambda: waiting in world.shown, LIMIT, "the line that says who is waited for")
-        nodes = world.status()["nodes"]
+        status = world.status()
+        assert f"{status['waits_for']}\n" == waiting and status["waits_seconds"] > 0
+        nodes = status["nodes"]
         found = [(node["name"], node["trouble"]) for node in nodes]
         assert found == [("ward-1", refusal), ("ward-2", "")]
         listed = json.loads(world.flwr("supernode", "list", NAME, "--format", "json"))["nodes"]

@@ -5,6 +5,7 @@ moments of chance.
 """
 
 import functools
+import json
 import os
 import random
 import shutil
@@ -193,15 +194,18 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, m
         run.network.here.add(2)
 
     run.play(1, tell=tell)
-    line = "waiting for nodes: 2 are there, too few for a round; away: node-1"
-    assert told == [(line, [])]
+    lacking = f"too few for a round (8 of {USERS} users at {shufflers[0].address})"
+    line = f"waiting for nodes: 2 are there, {lacking}; away: node-1"
+    assert told == [(line, []), ("", [])]
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
 
 
 def test_a_node_whose_answer_to_a_question_is_lost_is_asked_again(tmp_path, shufflers, monkeypatch):
+    """Until then it is no node in trouble: it may be at work."""
     monkeypatch.setattr(shufl.server.connected_nodes, "_ASK_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(shufl.server.connected_nodes, "_TELL_SECONDS", 0.1)
     run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
-    asked, waited = [], []
+    asked, waited, told = [], [], []
 
     def lose(messages):
         push(messages)
@@ -212,7 +216,15 @@ def test_a_node_whose_answer_to_a_question_is_lost_is_asked_again(tmp_path, shuf
             del run.network.replies[of_node[0].metadata.message_id]
 
     push, run.network.push_messages = run.network.push_messages, lose
-    run.play(1, round_timeout=0.5)
+
+    def tell(line):
+        told.append(line)
+        if not line:
+            nodes = json.loads((run.folder / "nodes.json").read_text())
+            assert {node["trouble"] for node in nodes} == {""}
+
+    run.play(1, round_timeout=0.5, tell=tell)
+    assert len(told) > 1 and told[0].endswith("; still to answer: node-1")
     assert asked == ["query", "query", "train"]
     assert waited[:2] == [pytest.approx(WINDOW.seconds + WINDOW.query_every + 0.5)] * 2
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]

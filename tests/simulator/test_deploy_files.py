@@ -117,7 +117,7 @@ def test_alerts_and_dashboard_ask_for_metrics_that_there_are(sites):
     dashboard = json.loads((folder / "dashboard.json").read_text())
     asked = [rule["expr"] for rule in alerts]
     asked += [each["expr"] for panel in dashboard["panels"] for each in panel["targets"]]
-    assert len(asked) == 23 and len({rule["alert"] for rule in alerts}) == len(alerts)
+    assert len(asked) == 24 and len({rule["alert"] for rule in alerts}) == len(alerts)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     told = re.findall(r'"(shufl_\w+)"', (DEPLOY / "metrics.py").read_text())
     told += [name for each in Metrics().registry.collect() for name in (each.name,)]

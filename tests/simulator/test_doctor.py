@@ -8,15 +8,18 @@ import json
 import re
 import shutil
 import signal
+import socket
 import ssl
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployment_world import deployment_of
+from ports import free_port
 from run_world import LIMIT, invoke, refused, wait_until
 from shufl.accounting import Ledger
 from shufl.clients import load_device
@@ -27,6 +30,7 @@ from shufl.deploy.site_files import NodeSite, load_site
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
 from shufl.shuffler.callers import Role
+from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import Authority, Request, make_flower_key
 
 
@@ -59,7 +63,8 @@ def troubles_of(findings):
     return {
         finding.what: finding
         for finding in findings
-        if finding.trouble and not finding.what.startswith(("shuffler ", "SuperLink 1", "clock"))
+        if finding.trouble
+        and not finding.what.startswith(("shuffler ", "SuperLink 1", "clock", "port", "nginx"))
     }
 
 
@@ -92,11 +97,10 @@ def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(
 
     try:
         rehearsal.start("shuffler-1", "shuffler")
-        rehearsal.start("server", "superlink")
-        rehearsal.wait_for_port(rehearsal.deployment.server.local_port)
-        wait_until(lambda: len(found("server")) == 1, LIMIT, "a server without registered nodes")
         server = rehearsal.folder / "server"
-        for said in (r"registered ward-1, number \d+\n", ""):
+        rehearsal.start("server", "superlink")
+        waited = r"waiting for the SuperLink at [\d.:]+\n"
+        for said in (rf"{waited}registered ward-1, number \d+\n", ""):
             done = registered_at(server)
             assert re.fullmatch(said, done.stdout), done
         assert found("server") == []
@@ -127,6 +131,71 @@ def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(
         assert "it is withdrawn there" in trouble.fix
     finally:
         rehearsal.__exit__()
+
+
+@contextmanager
+def another_program(address):
+    """Takes an address, and says good-bye to whoever comes."""
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_path):
+    """A shuffler that is down, nginx that is down, and another program in their place."""
+    shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
+    listen = load_config(shuffler / "shuffler.toml").listen
+    proxy = free_port()
+    nginx = shuffler / "nginx.conf"
+    nginx.write_text(re.sub(r"listen \S+;", f"listen 0.0.0.0:{proxy};", nginx.read_text()))
+
+    def found():
+        return {each.what: each for each in examine(shuffler) if each.trouble}
+
+    down = found()
+    assert down["port"].trouble == f"nobody listens at {listen}"
+    assert down["port"].fix == "systemctl start n-shuffler"
+    at = f"nginx at port {proxy}"
+    assert down[at].trouble == f"nobody answers at port {proxy}: Connection refused"
+    assert "systemctl restart nginx" in down[at].fix and len(down) == 2
+    with another_program(listen), another_program(f"127.0.0.1:{proxy}"):
+        taken = found()
+    said = "another program has port {}: it has not the key of shuffler-1.pem"
+    assert taken["port"].trouble == said.format(listen.split(":")[1])
+    assert taken[at].trouble == said.format(proxy)
+
+
+def test_a_full_disk_of_the_reports_is_not_that_of_the_folder(sites, tmp_path, monkeypatch):
+    shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
+    file = shuffler / "shuffler.toml"
+    file.write_text(re.sub("directory = .*", 'directory = "/elsewhere/state"', file.read_text()))
+    usage, free = shutil.disk_usage, {"/": 28_000}
+    monkeypatch.setattr(
+        "shufl.deploy.doctor.shutil.disk_usage",
+        lambda path: SimpleNamespace(free=free.get(str(path), usage(tmp_path).free)),
+    )
+    found = troubles(shuffler)["disk of the reports"]
+    assert found.trouble == "0.00 GB are free, at least 1 GB are needed"
+    assert found.fix == "make room on the disk of /elsewhere/state"
+    assert "disk" not in troubles(shuffler)
+
+
+def test_a_servers_test_records_are_looked_for(sites, tmp_path):
+    server = shutil.copytree(sites / "server", tmp_path / "n")
+    file = server / "run.toml"
+    file.write_text(file.read_text().replace('dataset = "digits"', 'dataset = "gone:records"'))
+    found = troubles(server)["test records"]
+    assert "could not be imported" in found.trouble and "data.dataset" in found.fix
 
 
 def registered_at(server):

@@ -205,6 +205,8 @@ def status_command(
     facts.add_row("run", f"{status.folder}: {status.state}{left}")
     if status.why:
         facts.add_row("stopped by", status.why)
+    if status.waits_for:
+        facts.add_row("waits", f"since {status.waits_seconds:.0f} s: {status.waits_for}")
     facts.add_row("rounds", f"{status.rounds} of {status.allowed}")
     spent = epsilon_text(status.epsilon)
     facts.add_row("ε", f"{spent} of {status.target:g} by {status.accountant}")
@@ -212,7 +214,7 @@ def status_command(
         name = status.score_name
         facts.add_row(f"last test {name}", score_text(name, status.score))
     for address, trouble in status.shufflers.items():
-        facts.add_row(f"shuffler {address}", trouble or "well")
+        facts.add_row(f"shuffler {address}", trouble or "answers")
     if status.doubt:
         facts.add_row("doubtful", status.doubt)
     console.print(facts)
