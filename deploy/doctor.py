@@ -7,6 +7,7 @@ import email.utils
 import errno
 import http.client
 import importlib.metadata
+import os
 import re
 import resource
 import shutil
@@ -50,6 +51,7 @@ _TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
 _ANY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the same for gRPC, which asks for a protocol
 _ANY.check_hostname, _ANY.verify_mode = False, ssl.CERT_NONE
 _ANY.set_alpn_protocols(["h2", "http/1.1"])
+_LOCAL = {"": "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "::1"}
 _OTHER_HOST = 62  # X509_V_ERR_HOSTNAME_MISMATCH
 _MOST_AHEAD, _MOST_BEHIND = 3.0, 60.0  # seconds; Flower refuses 5 and 305
 _SECONDS = 5.0
@@ -132,10 +134,11 @@ class _Examination:
         self._certificate("server", Role.SERVER, 0)
         self._days("superlink", "SuperLink's certificate")
         self._plan()
-        with self.look("test records", "put back what data.dataset in run.toml names"):
-            from shufl.learning.data.datasets import load_dataset
+        if os.geteuid() != 0 or self._folder.stat().st_uid == 0:  # root plays no code of others
+            with self.look("test records", "put back what data.dataset in run.toml names"):
+                from shufl.learning.data.datasets import load_dataset
 
-            load_dataset(load(str(self._folder / "run.toml")).data.dataset)
+                load_dataset(load(str(self._folder / "run.toml")).data.dataset)
         site = load_site(self._folder / "server.toml", ServerSite)
         with self.look("nodes", "put back what `shufl provision` wrote to nodes"):
             if not site.agreed:
@@ -166,8 +169,10 @@ class _Examination:
             return
         if config.directory is not None:
             self._disk("disk of the reports", config.directory)
+        host, port, *_ = parse_address(config.listen)
+        if port == 0:  # whatever is free, as in a simulation
+            return
         with self.look("port", f"systemctl status {self._folder.name}-shuffler; or another port"):
-            host, port, *_ = parse_address(config.listen)
             try:
                 probe(host, port)
             except OSError as error:
@@ -177,7 +182,8 @@ class _Examination:
             else:
                 fix = f"systemctl start {self._folder.name}-shuffler"
                 raise _Trouble(f"nobody listens at {config.listen}", fix)
-        self._nginx(name)
+        if not self.findings[-1].trouble:
+            self._nginx(name)
 
     def node(self) -> None:
         """A node's site."""
@@ -211,30 +217,36 @@ class _Examination:
         """Looks whether this site's key answers where its nginx listens, if it has one."""
         if not (path := self._folder / "nginx.conf").exists():
             return
-        with self.look("nginx", "nginx -t, and systemctl restart nginx") as shown:
-            found = re.search(r"^ *listen (\S+):(\d+)", path.read_text(), re.MULTILINE)
-            if found is None:
-                raise _Trouble(f"{path} says nowhere where it listens", "provision it anew")
-            host = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(found[1], found[1])
-            shown.append(f"at port {found[2]}")
-            self._check_presented(host, int(found[2]), name)
+        with self.look("nginx", "nginx -t, and systemctl restart nginx"):
+            found = re.findall(r"^\s*listen\s+(?:(\S+):)?(\d+)\b", path.read_text(), re.MULTILINE)
+            trouble = _Trouble(f"no line of {path} says where it listens", f"look at {path}")
+            for host, port in found:  # one of them may be for something else
+                try:
+                    self._check_presented(_LOCAL.get(host, host.strip("[]")), int(port), name)
+                except _Trouble as error:
+                    trouble = error
+                else:
+                    return
+            raise trouble
 
     def _check_presented(self, host: str, port: int, name: str) -> None:
         """Refuses another program in the place of this site's: whoever has not its key."""
         own = read_certificate(self._keys / f"{name}.pem")
+        asked = host
+        for each in own.extensions:  # nginx may serve others at the port
+            if isinstance(each.value, x509.SubjectAlternativeName):
+                asked = next(iter(each.value.get_values_for_type(x509.DNSName)), host)
         try:
             plain = socket.create_connection((host, port), _SECONDS)
         except OSError as error:
-            raise _Trouble(f"nobody answers at port {port}: {error.strerror}") from error
+            raise _Trouble(f"nobody answers at port {port}: {error.strerror or error}") from error
         try:
-            with plain, _ANY.wrap_socket(plain) as tls:
+            with plain, _ANY.wrap_socket(plain, server_hostname=asked) as tls:
                 presented = tls.getpeercert(binary_form=True)
-        except OSError:
-            presented = None
-        if (
-            presented is None
-            or x509.load_der_x509_certificate(presented).public_key() != own.public_key()
-        ):
+        except OSError as error:
+            raise _Trouble(f"no certificate comes from port {port}: {one_line(error)}") from error
+        assert presented is not None
+        if x509.load_der_x509_certificate(presented).public_key() != own.public_key():
             raise _Trouble(f"another program has port {port}: it has not the key of {name}.pem")
 
     def _certificate(self, name: str, role: Role, users: int) -> None:

@@ -208,6 +208,7 @@ class _Waits:
     def __init__(self, path: Path, tell: Callable[[str], None]):
         self._path, self._tell = path, tell
         self._line, self._since = "", 0.0
+        path.unlink(missing_ok=True)  # of a process that was killed while it waited
 
     def __call__(self, line: str) -> None:
         if not line:

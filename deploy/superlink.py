@@ -55,6 +55,7 @@ _POLL_SECONDS = 0.2
 _BEGIN_SECONDS = 30.0  # from when Flower has said something last until a ServerApp holds the ledger
 _LAST_WORDS_SECONDS = 2.0  # from when a ServerApp lets its ledger go until it tells its outcome
 _LEAST_FREE = 2**16
+_CONNECT_SECONDS = 2.0
 _LISTEN_SECONDS = 60.0  # for a SuperLink that has just been started
 
 
@@ -72,8 +73,10 @@ def register(site_path: Path) -> Iterator[str]:
     if not _listens(address):
         yield f"waiting for the SuperLink at {address}"
         until = time.monotonic() + _LISTEN_SECONDS
-        while not _listens(address) and time.monotonic() < until:
+        while not (reached := _listens(address)) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
+        if not reached:
+            yield "it does not listen, or this account may not reach it (sudo -u shufl)"
     listed = _told(folder, "supernode", "list", connection)
     nodes = [each for each in listed["nodes"] if each["status"] != "unregistered"]
     there = {int(each["node-id"]) for each in nodes}
@@ -117,7 +120,7 @@ def register(site_path: Path) -> Iterator[str]:
 def _listens(address: str) -> bool:
     host, port, *_ = parse_address(address)
     try:
-        socket.create_connection((host, port), _POLL_SECONDS).close()
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()
     except OSError:
         return False
     return True

@@ -175,14 +175,14 @@ class Fleet:
         """Tells the operator, and the run folder, for which nodes it waits, if that has changed."""
         here = {self.known[node].number for node in present}
         refused = {self.name_of(node): reason for node, (_, reason) in self._refused.items()}
-        to_answer = [self.name_of(node) for node in sorted(self._asked)]
+        to_answer = [self.name_of(node) for node in sorted(self._asked - self._refused.keys())]
         missing = [each.name for number, each in self._agreed.items() if number not in here]
         away = [name for name in missing if name not in refused and name not in to_answer]
         reasons = [f"{name}: {reason}" for name, reason in refused.items()]
         line = f"waiting for nodes: {len(present)} are there, {self._lacking(present)}"
+        line += f"; refused: {'; '.join(reasons)}" if reasons else ""
         line += f"; still to answer: {', '.join(to_answer)}" if to_answer else ""
         line += f"; away: {', '.join(away)}" if away else ""
-        line += f"; refused: {'; '.join(reasons)}" if reasons else ""
         line = textwrap.shorten(line, _MOST_CHARACTERS, placeholder=" …")
         if line != self._told:
             self._told = line
@@ -199,14 +199,17 @@ class Fleet:
         users = ", ".join(
             f"{here} of {least} users at {self.settings.shufflers[shuffler][0]}"
             for shuffler, here in self.users_of(present).items()
+            if here < least
         )
         return f"too few for a round ({users})"
 
     def _why(self, node: int | None, otherwise: str = "not connected") -> str:
-        """Why a node is not in; empty: it is asked, and answers when a round of its own is over."""
+        """Why a node is not in. One that is asked may be at work: of it is said what was before."""
+        if node in self._refused:
+            return self._refused[node][1]
         if node in self._asked:
-            return ""
-        return otherwise if node not in self._refused else self._refused[node][1]
+            return self.known[node].trouble if node in self.known else "has not answered yet"
+        return otherwise
 
     def name_of(self, node: int) -> str:
         """The name of the node that has this number at Flower."""

@@ -29,6 +29,7 @@ from deployment_world import NAME, Nginx, World, command, run_flwr, write_flower
 from ports import free_port
 from run_world import LIMIT, wait_until
 from shufl.deploy.deployment import flower_environment
+from shufl.deploy.doctor import examine
 from shufl.shuffler.keys import make_flower_key
 
 pytestmark = [
@@ -201,6 +202,12 @@ def test_long_and_slow_requests_end_at_the_proxy(world):
         slow.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n".encode())
         answer = slow.recv(100)
     assert answer == b"" or b" 408 " in answer
+
+
+@pytest.mark.parametrize("site", ["server", "shuffler-1"])
+def test_doctor_reaches_what_a_site_offers_through_nginx(world, site):
+    found = {each.what: each.trouble for each in examine(world.deployed.folder / site)}
+    assert found["nginx"] == "" and not any(found.values()), found
 
 
 def test_a_withdrawn_node_does_not_come_back(world):

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections import Counter
 from contextlib import suppress
 
@@ -23,6 +24,7 @@ from shuffler_world import ShufflerHere
 from shufl.clients import Node, node_round
 from shufl.protocol import GaussianMechanism
 from shufl.server import MOST_IN_VAIN, Mean, RoundFailed
+from shufl.server.connected_nodes import Fleet
 from shufl.shuffler import ShufflerProcess
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.store.summed_batch import SummedBatch
@@ -201,7 +203,6 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, m
 
 
 def test_a_node_whose_answer_to_a_question_is_lost_is_asked_again(tmp_path, shufflers, monkeypatch):
-    """Until then it is no node in trouble: it may be at work."""
     monkeypatch.setattr(shufl.server.connected_nodes, "_ASK_AGAIN_SECONDS", 0.1)
     monkeypatch.setattr(shufl.server.connected_nodes, "_TELL_SECONDS", 0.1)
     run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
@@ -217,17 +218,36 @@ def test_a_node_whose_answer_to_a_question_is_lost_is_asked_again(tmp_path, shuf
 
     push, run.network.push_messages = run.network.push_messages, lose
 
-    def tell(line):
-        told.append(line)
-        if not line:
-            nodes = json.loads((run.folder / "nodes.json").read_text())
-            assert {node["trouble"] for node in nodes} == {""}
-
-    run.play(1, round_timeout=0.5, tell=tell)
+    run.play(1, round_timeout=0.5, tell=told.append)
     assert len(told) > 1 and told[0].endswith("; still to answer: node-1")
     assert asked == ["query", "query", "train"]
     assert waited[:2] == [pytest.approx(WINDOW.seconds + WINDOW.query_every + 0.5)] * 2
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
+
+
+def test_a_node_that_is_connected_and_dead_is_in_trouble_and_one_at_work_is_not(
+    tmp_path, shufflers, monkeypatch
+):
+    monkeypatch.setattr(shufl.server.connected_nodes, "_ASK_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(Fleet, "_seconds_to_answer", lambda _: 0.2)
+    run = Run(tmp_path, shufflers[:1])
+    troubles = []
+
+    def lose(messages):
+        push(messages)
+        nodes = run.folder / "nodes.json"
+        if messages[0].metadata.message_type == "train" and nodes.exists():
+            troubles.append([each["trouble"] for each in json.loads(nodes.read_text())])
+            time.sleep(0.3 if len(troubles) == 3 else 0.0)  # its question is over by then
+        for each in messages if nodes.exists() else ():  # from the second round on
+            if each.metadata.dst_node_id == 2:
+                run.network.replies.pop(each.metadata.message_id, None)
+
+    push, run.network.push_messages = run.network.push_messages, lose
+    run.play(8, round_timeout=0.5)
+    assert troubles[0] == ["", "", ""] and {first for first, *_ in troubles} == {""}
+    dead = [each for _, each, _ in troubles]
+    assert dead == sorted(dead, key=bool) and "no answer within" in dead[-1]
 
 
 def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):

@@ -151,6 +151,22 @@ def another_program(address):
         thread.join()
 
 
+@contextmanager
+def its_own_key(site, address, name="shuffler-1"):
+    """Answers with the key of a site."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(site / f"keys/{name}.pem", site / f"keys/{name}.key")
+    host, port = address.split(":")
+    server = http.server.ThreadingHTTPServer((host, int(port)), http.server.BaseHTTPRequestHandler)
+    server.socket = tls.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_path):
     """A shuffler that is down, nginx that is down, and another program in their place."""
     shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
@@ -165,14 +181,20 @@ def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_pa
     down = found()
     assert down["port"].trouble == f"nobody listens at {listen}"
     assert down["port"].fix == "systemctl start n-shuffler"
-    at = f"nginx at port {proxy}"
-    assert down[at].trouble == f"nobody answers at port {proxy}: Connection refused"
-    assert "systemctl restart nginx" in down[at].fix and len(down) == 2
-    with another_program(listen), another_program(f"127.0.0.1:{proxy}"):
-        taken = found()
-    said = "another program has port {}: it has not the key of shuffler-1.pem"
-    assert taken["port"].trouble == said.format(listen.split(":")[1])
-    assert taken[at].trouble == said.format(proxy)
+    assert len(down) == 1  # nginx has nobody to ask
+    with another_program(listen):
+        taken = found()["port"].trouble
+    assert taken.startswith(f"no certificate comes from port {listen.split(':')[1]}: ")
+    with its_own_key(shuffler, listen):
+        (trouble,) = found().values()
+        assert trouble.what == "nginx" and "systemctl restart nginx" in trouble.fix
+        assert trouble.trouble == f"nobody answers at port {proxy}: Connection refused"
+        with its_own_key(sites / "ward-1", f"127.0.0.1:{proxy}", "ward-1"):
+            (trouble,) = found().values()
+        said = f"another program has port {proxy}: it has not the key of shuffler-1.pem"
+        assert trouble.trouble == said
+        with its_own_key(shuffler, f"127.0.0.1:{proxy}"):
+            assert found() == {}
 
 
 def test_a_full_disk_of_the_reports_is_not_that_of_the_folder(sites, tmp_path, monkeypatch):
