@@ -162,9 +162,12 @@ class Plan(Checked):
 
     @property
     def fewest_present(self) -> int:
-        """How many users there are in a batch, at least, by what a shuffler enforces with cover."""
+        """How many users must be present at a shuffler; with cover so many are in each batch.
+
+        Without cover the minimum batch is one of reports, not of those who are present.
+        """
         counted_on = 1 if self.accountant in ON_THEIR_OWN else self.least_present
-        return max(counted_on, self.minimum_batch)
+        return max(counted_on, self.minimum_batch if self.cover else 1)
 
     @property
     def every(self) -> int:

@@ -195,7 +195,7 @@ class Fleet:
         """Whether these nodes have enough users for a round; if not, how many a shuffler needs."""
         if self.with_enough(present):
             return "enough for a round"
-        least = self._fewest_users
+        least = self.settings.plan.fewest_present
         users = ", ".join(
             f"{here} of {least} users at {self.settings.shufflers[shuffler][0]}"
             for shuffler, here in self.users_of(present).items()
@@ -204,7 +204,7 @@ class Fleet:
         return f"too few for a round ({users})"
 
     def _why(self, node: int | None, otherwise: str = "not connected") -> str:
-        """Why a node is not in. One that is asked may be at work: of it is said what was before."""
+        """Why a node is not in. A known one that is asked may be at work: its trouble stays."""
         if node in self._refused:
             return self._refused[node][1]
         if node in self._asked:
@@ -232,15 +232,8 @@ class Fleet:
 
     def with_enough(self, present: list[int]) -> list[int]:
         """The shufflers to which enough of these nodes' users report for a release."""
-        users = self.users_of(present).items()
-        return [each for each, here in users if here >= self._fewest_users]
-
-    @property
-    def _fewest_users(self) -> int:
-        """How many users must be present at a shuffler."""
-        plan = self.settings.plan
-        least = plan.minimum_batch if plan.cover else 1
-        return least if plan.enough_present(least) else plan.least_present
+        least, users = self.settings.plan.fewest_present, self.users_of(present).items()
+        return [each for each, here in users if here >= least]
 
     def shuffler_of(self, node: int) -> int:
         """To which shuffler, from 0, the users of a known node report."""

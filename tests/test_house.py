@@ -18,7 +18,7 @@ MOST_LINES = {
     "learning": 3184,
     "protocol": 1187,
     "results": 1348,
-    "server": 1132,
+    "server": 1127,
     "shuffler": 3006,
     "simulator": 2884,
     "src": 1780,

@@ -253,7 +253,7 @@ def test_a_grid_of_objects_over_two_axes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     over = {
         "training.learning_rate": [0.1, 0.5],
-        "model.options.width": np.arange(3, 4),
+        "model.options.width": np.arange(2, 4),
     }  # of numpy
     changes = {"privacy.rounds": 1, "privacy.target_epsilon": 1e4}
     changes["simulation.engine"] = "vectorised"
@@ -263,7 +263,7 @@ def test_a_grid_of_objects_over_two_axes(tmp_path, monkeypatch):
     axes = [*over, "seed"]
     assert list(table.columns[:4]) == [*axes, "score"]
     assert table[axes].values.tolist() == [
-        [rate, width, seed] for rate in (0.1, 0.5) for width in (3,) for seed in (2,)
+        [rate, width, seed] for rate in (0.1, 0.5) for width in (2, 3) for seed in (2,)
     ]
     constant = [name for name in table.columns[5:] if table[name].map(repr).nunique() == 1]
     assert list(table.columns[-len(constant) :]) == constant and "data.dataset" in constant
@@ -272,7 +272,7 @@ def test_a_grid_of_objects_over_two_axes(tmp_path, monkeypatch):
     again = shufl.grid("quickstart", **asked, dataset=load_dataset("digits"))
     assert again == rows
     cells = shufl.grid(
-        "quickstart", **asked | {"over": {"model.options.width": [3]}},
+        "quickstart", **asked | {"over": {"model.options.width": [2]}},
         dataset=load_dataset("digits"), features=scaled,
     )  # fmt: skip
     assert [row["seed"] for row in cells] == [2] and cells[0]["loss"] != rows[0]["loss"]

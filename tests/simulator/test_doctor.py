@@ -26,6 +26,8 @@ from shufl.clients import load_device
 from shufl.deploy.doctor import examine
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
+from shufl.deploy.run_status import status_of
+from shufl.deploy.server_app import _Waits
 from shufl.deploy.site_files import NodeSite, load_site
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
@@ -152,12 +154,12 @@ def another_program(address):
 
 
 @contextmanager
-def its_own_key(site, address, name="shuffler-1"):
-    """Answers with the key of a site."""
+def answering(address, keys, name="shuffler-1", handler=http.server.BaseHTTPRequestHandler):
+    """Answers at an address with the key of a name in the folder `keys`."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(site / f"keys/{name}.pem", site / f"keys/{name}.key")
+    tls.load_cert_chain(keys / f"{name}.pem", keys / f"{name}.key")
     host, port = address.split(":")
-    server = http.server.ThreadingHTTPServer((host, int(port)), http.server.BaseHTTPRequestHandler)
+    server = http.server.ThreadingHTTPServer((host, int(port)), handler)
     server.socket = tls.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -185,16 +187,25 @@ def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_pa
     with another_program(listen):
         taken = found()["port"].trouble
     assert taken.startswith(f"no certificate comes from port {listen.split(':')[1]}: ")
-    with its_own_key(shuffler, listen):
+    with answering(listen, shuffler / "keys"):
         (trouble,) = found().values()
         assert trouble.what == "nginx" and "systemctl restart nginx" in trouble.fix
         assert trouble.trouble == f"nobody answers at port {proxy}: Connection refused"
-        with its_own_key(sites / "ward-1", f"127.0.0.1:{proxy}", "ward-1"):
+        with answering(f"127.0.0.1:{proxy}", sites / "ward-1/keys", "ward-1"):
             (trouble,) = found().values()
         said = f"another program has port {proxy}: it has not the key of shuffler-1.pem"
         assert trouble.trouble == said
-        with its_own_key(shuffler, f"127.0.0.1:{proxy}"):
+        with answering(f"127.0.0.1:{proxy}", shuffler / "keys"):
             assert found() == {}
+            text = nginx.read_text()
+            here = f"listen 127.0.0.1:{proxy};"
+            for line in (
+                f"\tlisten  {proxy} ssl;",
+                f"listen *:{proxy};",
+                f"listen [::1]:1;\n{here}",
+            ):
+                nginx.write_text(re.sub(r"^ *listen \S+;", line, text, flags=re.MULTILINE))
+                assert found() == {}, line
 
 
 def test_a_full_disk_of_the_reports_is_not_that_of_the_folder(sites, tmp_path, monkeypatch):
@@ -223,6 +234,15 @@ def test_a_servers_test_records_are_looked_for(sites, tmp_path):
 def registered_at(server):
     with contextlib.chdir(server):
         return invoke("register")
+
+
+@pytest.mark.slow
+def test_a_superlink_that_does_not_come_ends_register_in_one_line(sites, monkeypatch):
+    monkeypatch.setattr("shufl.deploy.superlink._LISTEN_SECONDS", 0.0)
+    done = registered_at(sites / "server")
+    said = r"waiting for the SuperLink at [\d.:]+\nit does not listen, or this account may not .*\n"
+    assert done.exit_code == 1 and re.fullmatch(said, done.stdout)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 def test_a_certificate_of_another_node_is_found(sites, without_records):
@@ -292,9 +312,14 @@ def test_metrics_are_those_of_the_site(sites, node, tmp_path):
     told = {"number": 0, "flower": 5, "users": 3, "heard": 1.0}
     nodes = [told | {"name": "ward-1", "trouble": ""}, told | {"name": "ward-2", "trouble": "away"}]
     (run / "nodes.json").write_text(json.dumps(nodes))
+    waits = _Waits(run / "waiting.json", lambda line: None)
+    waits("waiting for nodes: 0 are there")
+    waits("waiting for nodes: 1 are there")
     with Ledger.create(run / "ledger.jsonl", plan, "run") as ledger:
         ledger.append_round(1)
         found = metrics_of(server)
+        assert status_of(run, None).waits_for == "waiting for nodes: 1 are there"
+    assert found["shufl_run_waiting_seconds",] > 0
     assert (found["shufl_run_running",], found["shufl_run_interrupted",]) == (1, 0)
     assert (found["shufl_run_rounds",], found["shufl_run_rounds_allowed",]) == (1, 2)
     assert found["shufl_run_epsilon",] == plan.epsilon(rounds=1)
@@ -305,9 +330,11 @@ def test_metrics_are_those_of_the_site(sites, node, tmp_path):
     assert up == 0
     found = metrics_of(server)
     assert (found["shufl_run_running",], found["shufl_run_interrupted",]) == (0, 1)
+    assert found["shufl_run_waiting_seconds",] == 0  # it was killed while it waited
+    _Waits(run / "waiting.json", lambda line: None)
+    assert not (run / "waiting.json").exists()
 
 
-@contextmanager
 def superlink_at(node, date):
     """Answers at the SuperLink's address, with its certificate, as if it were then."""
 
@@ -324,18 +351,7 @@ def superlink_at(node, date):
             pass
 
     address = load_site(node / "node.toml", NodeSite).superlink
-    keys = node.parent / "superlink"
-    host, port = address.split(":")
-    server = http.server.ThreadingHTTPServer((host, int(port)), Answer)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(keys / "superlink.pem", keys / "superlink.key")
-    server.socket = tls.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
+    return answering(address, node.parent / "superlink", "superlink", Answer)
 
 
 def test_a_certificate_that_has_ended_and_a_clock_that_is_wrong_are_told(sites, without_records):

@@ -206,7 +206,7 @@ def status_command(
     if status.why:
         facts.add_row("stopped by", status.why)
     if status.waits_for:
-        facts.add_row("waits", f"since {status.waits_seconds:.0f} s: {status.waits_for}")
+        facts.add_row("waits", f"{status.waits_seconds:.0f} s, {status.waits_for}")
     facts.add_row("rounds", f"{status.rounds} of {status.allowed}")
     spent = epsilon_text(status.epsilon)
     facts.add_row("ε", f"{spent} of {status.target:g} by {status.accountant}")
