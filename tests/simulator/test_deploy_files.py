@@ -75,6 +75,11 @@ def test_docker_compose_accepts_the_file():
     subprocess.run(checked, check=True)
 
 
+def test_compose_fits_the_schema_of_its_specification():
+    schema = ["--builtin-schema", "vendor.compose-spec", str(DEPLOY / "compose.yaml")]
+    subprocess.run([str(PROGRAMS / "check-jsonschema"), *schema], check=True)
+
+
 def test_manifests_fit_the_schema_of_kubernetes():
     subprocess.run(
         [str(PROGRAMS / "kubernetes-validate"), "--strict", *map(str, MANIFESTS)], check=True
