@@ -25,6 +25,8 @@ from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.server_site import ServerSite
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
+from shufl.learning.data.files import RecordFile
+from shufl.learning.data.partition import load_partition
 from shufl.learning.your_code import is_carried
 from shufl.protocol.files import write_whole
 from shufl.protocol.plan_fields import AccountantName
@@ -62,6 +64,9 @@ def provision(
         raise ConfigError(
             f"the nodes speak for {users} users, data.users of the configuration is {plan.users}"
         )
+    if any(node.data == "simulated" for node in deployment.numbered.values()):
+        data = experiment.config.data
+        load_partition(data, experiment.config.data_seed)  # refuses more users than it has
     enrolment = Enrolment(deployment, out, approve, days)
     for name in forget:
         enrolment.forget(name)
@@ -142,6 +147,7 @@ class _Sites:
         requests = {"server": Role.SERVER, "superlink": Role.SHUFFLER}
         templates = "server.md", "nginx.conf", "nftables.conf"
         values = server.values | {"accounts": "shufl, www-data"}
+        values |= {"records": self._to_copy("the server tests the model on a part of it")}
         return self._site("server", requests, processes, files, templates, values)
 
     def _shuffler(self, entry: ShufflerEntry) -> Site:
@@ -187,7 +193,9 @@ class _Sites:
         }
         processes = entry.processes(superlink, self._round_seconds)
         templates = "node.md", "nftables.conf", "nftables-app.conf"
-        values = {"accounts": "shufl-app", "local_port": entry.port}
+        values = {"accounts": "shufl-app", "local_port": entry.port, "records": ""}
+        if entry.data == "simulated":
+            values["records"] = self._to_copy("a share of it is this node's data")
         return self._site(entry.name, {entry.name: Role.NODE}, processes, files, templates, values)
 
     def _folder(self, name: str) -> str:
@@ -198,10 +206,24 @@ class _Sites:
         data = self._experiment.config.data
         return data_digest(data.dataset, data.features) if "simulated" in of_nodes else ""
 
+    def _to_copy(self, why: str) -> str:
+        """Asks for the file that the configuration names, where a site reads it; empty: none."""
+        file = self._experiment.config.data.dataset
+        asked = f"Copy `{file}` here, beside `run.toml`, which names it: {why}.\n\n"
+        return asked if isinstance(file, RecordFile) else ""
+
     def _run(self, data: str = "") -> dict[str, str]:
         """The run's file, and modules beside the deployment's file that it or `data` names."""
-        files = {"run.toml": _template("run.toml", content=dumps(self._experiment.config))}
-        for name in (*self._experiment.config.own_code, data):
+        config = self._experiment.config
+        dataset = config.data.dataset
+        if (
+            isinstance(dataset, RecordFile) and self._out is None
+        ):  # else sites here read it where it lies
+            dataset = dataset.model_copy(update={"file": Path(dataset.file).name})
+            about = config.data.model_copy(update={"dataset": dataset})
+            config = config.model_copy(update={"data": about})
+        files = {"run.toml": _template("run.toml", content=dumps(config))}
+        for name in (*config.own_code, data):
             module = name.partition(":")[0].replace(".", "/") + ".py"
             if ":" in name and (self._base / module).is_file():
                 files[module] = (self._base / module).read_text(encoding="utf-8")

@@ -84,7 +84,7 @@ def deployed_experiment(config: Config, shufflers: int) -> Experiment:
     training = config.training.model_copy(update={"checkpoint_every": 1})
     window = config.window or Times()
     decided = {"seed": "system", "shuffler": shuffler, "training": training, "window": window}
-    experiment = prepare(config.model_copy(update=decided), check_model_size)
+    experiment = prepare(config.model_copy(update=decided), check_model_size, real_nodes=True)
     experiment.plan.check_dimension(experiment.parameters)
     return experiment
 

@@ -131,13 +131,17 @@ class Experiment:
         return Optimiser(self.config.training, self.halting_round)
 
 
-def prepare(config: Config, check: Check = lambda config, parameters: None) -> Experiment:
+def prepare(
+    config: Config, check: Check = lambda config, parameters: None, real_nodes: bool = False
+) -> Experiment:
     """Loads the dataset, computes its features and decides every value.
 
     Args:
         config: of the run.
         check: refuses what an engine cannot run. It is called before a search for what the plan
             leaves open, which takes time. Default: nothing is refused.
+        real_nodes: whether nodes have records of their own, so that there may be more users than
+            the dataset has records for.
 
     Raises:
         ConfigError: values do not fit each other or the data, or the dataset is not there; see also
@@ -150,7 +154,7 @@ def prepare(config: Config, check: Check = lambda config, parameters: None) -> E
             f"privacy.categories must be {dataset.classes}, the classes of {config.data.dataset}, "
             f"got {config.privacy.categories}"
         )
-    config, partition = _resolve(config, dataset)
+    config, partition = _resolve(config, dataset, real_nodes)
     name, data = config.model.name, config.data
     find("model", name, MODELS)  # its import may make other modules importable
     code = "" if is_carried(name) else code_digest([name])
@@ -306,7 +310,7 @@ def _try_aggregator(name: str, make: MakeAggregator, plan: PrivacyPlan, paramete
             )
 
 
-def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:
+def _resolve(config: Config, dataset: Dataset, real_nodes: bool) -> tuple[Config, Partition]:
     """Decides every value that depends on another one, and which records belong to which user."""
     privacy, shuffler, owners = config.privacy, config.shuffler, dataset.users
     task = dataset.form(config.data.task).task
@@ -315,9 +319,11 @@ def _resolve(config: Config, dataset: Dataset) -> tuple[Config, Partition]:
     load_task(task)
     scheme = config.data.partition or ("iid" if owners is None else "natural")
     natural = owners if scheme == "natural" else None
-    users = config.data.users or len(dataset.train_labels if natural is None else natural.unique())
+    there = len(dataset.train_labels if natural is None else natural.unique())
+    users = config.data.users or there
     data = config.data.model_copy(update={"users": users, "partition": scheme, "task": task})
-    partition = load_partition(data, config.data_seed)
+    dealt = min(users, there) if real_nodes else users
+    partition = load_partition(data.model_copy(update={"users": dealt}), config.data_seed)
     if config.window is not None and data.most_records is None:
         data = data.model_copy(update={"most_records": partition.most_records})
     if shuffler.number > min(config.simulation.nodes, users):

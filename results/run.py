@@ -107,7 +107,7 @@ class Run:
         """
         config = config or config_of(folder)
         if make_engine is not None:  # a server's process loads no engine of a simulation
-            experiment = prepare(config)
+            experiment = prepare(config, real_nodes=True)
             return cls(folder, experiment, make_engine(experiment), console)
         return cls(folder, *prepare_simulation(config), console)
 

@@ -226,9 +226,17 @@ def test_a_full_disk_of_the_reports_is_not_that_of_the_folder(sites, tmp_path, m
 def test_a_servers_test_records_are_looked_for(sites, tmp_path):
     server = shutil.copytree(sites / "server", tmp_path / "n")
     file = server / "run.toml"
-    file.write_text(file.read_text().replace('dataset = "digits"', 'dataset = "gone:records"'))
-    found = troubles(server)["test records"]
-    assert "could not be imported" in found.trouble and "data.dataset" in found.fix
+    text, table = file.read_text(), '{file = "gone.csv", user = "u", label = "y"}'
+    for dataset, said in (
+        ('"gone:records"', "could not be imported"),
+        (table, f"{server}/gone.csv cannot be read as CSV or Parquet: No such file or directory"),
+    ):
+        file.write_text(text.replace('dataset = "digits"', f"dataset = {dataset}"))
+        found = troubles(server)["test records"]
+        assert said in found.trouble and "data.dataset" in found.fix
+    (server / "gone.csv").write_text("u,x,y\na,1,1\nb,2,1\n")
+    file.write_text(file.read_text().replace('"y"}', '"y", test = 0.5}'))
+    assert "test records" not in troubles(server)
 
 
 def registered_at(server):

@@ -669,16 +669,48 @@ def test_what_is_there_and_would_be_another_is_named(base):
     assert "ward-1/README.md" not in kept
 
 
-@pytest.mark.slow
-def test_a_node_reads_a_file_whose_columns_the_configuration_names(base, caplog):
-    """The server's file is public; a ward's has patients of its own."""
-    dataset = {
+def public_file(base):
+    """Writes a file of 40 patients to train on, and 10 for testing; its `[data.dataset]`."""
+    lines = [f"{number // 2},{40 + number % 21},{number % 2}" for number in range(100)]
+    (base / "public.csv").write_text("patient,age,ill\n" + "\n".join(lines) + "\n")
+    return {
         "file": "public.csv", "user": "patient", "label": "ill", "features": ["age"],
         "classes": 2, "mean": [50.0], "std": [10.0],
     }  # fmt: skip
-    lines = [f"{number // 2},{40 + number % 21},{number % 2}" for number in range(100)]
-    (base / "public.csv").write_text("patient,age,ill\n" + "\n".join(lines) + "\n")
-    configured(base, data={"dataset": dataset, "users": 40})
+
+
+@pytest.mark.parametrize(("data", "users"), [("ward.csv", 100), ("simulated", 40)])
+def test_a_file_is_named_beside_run_toml_and_bounds_the_users_of_nodes_that_read_it(
+    base, data, users
+):
+    """Where nodes have records of their own, the server's file says nothing of how many."""
+    configured(base, data={"dataset": public_file(base), "users": users})
+    provisioned(base, nodes=[{"name": "ward-1", "users": 40, "data": data}])
+    sites = base / "sites"
+    told = {name: "Copy `public.csv` here" in (sites / name / "README.md").read_text()
+            for name in ("server", "ward-1", "shuffler-1")}  # fmt: skip
+    assert told == {"server": True, "ward-1": data == "simulated", "shuffler-1": False}
+    for path in sites.rglob("*"):
+        assert not path.is_file() or str(base) not in path.read_text(), path
+    config = load(str(sites / "server/run.toml"))
+    with pytest.raises(ConfigError, match=r"/sites/server/public.csv cannot be read .*: No such"):
+        load_dataset(config.data.dataset)
+    (base / "public.csv").rename(sites / "server/public.csv")
+    assert prepare(config, real_nodes=True).plan.users == users
+    more = config.model_copy(update={"data": config.data.model_copy(update={"users": 41})})
+    with pytest.raises(ConfigError, match=r"data.users must lie in \[1, 40\]"):
+        prepare(more)
+    (sites / "server/public.csv").rename(base / "public.csv")
+    configured(base, data={"dataset": public_file(base), "users": 41})
+    nodes = [{"name": "ward-1", "users": 40}]
+    with pytest.raises(ConfigError, match=r"data.users must lie in \[1, 40\]"):
+        provisioned(base, nodes=nodes)
+
+
+@pytest.mark.slow
+def test_a_node_reads_a_file_whose_columns_the_configuration_names(base, caplog):
+    """The server's file is public; a ward's has patients of its own."""
+    configured(base, data={"dataset": public_file(base), "users": 40})
     nodes = [{"name": "ward-1", "users": 3, "data": "ward.csv"}, {"name": "ward-2", "users": 37}]
     enrolled(base, nodes=nodes)
     folder = base / "sites/ward-1"
