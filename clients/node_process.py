@@ -51,7 +51,8 @@ def serve_device(
     characters.
 
     Raises:
-        ValueError: as for `DeviceNode`, or the socket cannot be made.
+        ValueError: as for `DeviceNode`.
+        ConnectionError: the socket cannot be made.
     """
     node = DeviceNode(settings)
     try:
@@ -79,7 +80,7 @@ def _serve(node: DeviceNode, socket: Path, stop: threading.Event) -> None:
         if server.add_insecure_port(f"unix:{socket}") == 0:
             raise RuntimeError(f"{socket}")
     except RuntimeError:
-        raise ValueError(f"the socket {socket} cannot be made") from None
+        raise ConnectionError(f"the socket {socket} cannot be made") from None
     finally:
         os.umask(mask)
     server.start()

@@ -93,6 +93,10 @@ class _Child:
     is_ready: bool = False
 
 
+class TooSlow(ValueError):
+    """The work does not fit into the window, as this machine is now."""
+
+
 class Worker:
     """The child, as its parent sees it. It is killed and started again as the rounds need it.
 
@@ -162,10 +166,10 @@ class Worker:
         """Refuses a window in which the work cannot be done.
 
         Raises:
-            ValueError: it is too short.
+            TooSlow: it is too short.
         """
         if self.needed > window.work_until:
-            raise ValueError(
+            raise TooSlow(
                 f"window.work_until must be at least {rounded_up(self.needed, 3)} on this machine, "
                 f"{_MARGIN * _SHARES:g} times as long as the updates of {len(self.states)} users "
                 f"take, got {window.work_until:g}"
@@ -194,7 +198,8 @@ class Worker:
         seeds = np.arange(len(self.states), dtype=np.uint64)
         failed = self.compute(self._initial, seeds, seconds, threading.Event())
         for user in np.flatnonzero(self.states != DONE).tolist():
-            raise ValueError(f"user {user}: {failed.get(user, 'it is not done in time')}")
+            why = failed.get(user, _TOO_LONG)
+            raise (TooSlow if why == _TOO_LONG else ValueError)(f"user {user}: {why}")
 
     def fill(self, records: UserRecords) -> int:
         """Loads the records of all users; returns how many users have more than are used."""

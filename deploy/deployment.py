@@ -197,6 +197,7 @@ class NodeEntry(Record):
                 "shufl node --config node.toml",
                 "the process that has the data, coins and keys",
                 stop_seconds=seconds + _ENDING_SECONDS,
+                unit=("Restart=always", "RestartPreventExitStatus=2"),  # 2: somebody has to look
             ),
             Process("supernode", relay, "Flower's SuperNode, the connection", user="shufl-flower"),
             Process(

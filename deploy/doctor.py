@@ -30,7 +30,7 @@ from shufl.deploy.site_files import NodeSite, load_site, role_of
 from shufl.learning.config import load
 from shufl.learning.your_code import one_line
 from shufl.protocol import shuffler_of
-from shufl.protocol.validation import read_toml
+from shufl.protocol.validation import ConfigError, read_toml
 from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
@@ -192,7 +192,7 @@ class _Examination:
         with self.look("key for Flower", "shufl keys flower keys"):
             _check_private(self._keys / "flower.key")
         self._plan()
-        with self.look("model and records", "mend data in node.toml") as shown:
+        with self.look("model and records", "mend data in node.toml, or what it names") as shown:
             from shufl.deploy.node import NodeWork, users_told
 
             work = NodeWork.checked(site, self._folder)
@@ -210,8 +210,15 @@ class _Examination:
                 raise _Trouble(
                     f"{site.socket} has {length} characters, {LONGEST_SOCKET} are allowed"
                 )
+            with socket.socket(socket.AF_UNIX) as own:
+                try:
+                    own.connect(site.socket)
+                except (FileNotFoundError, ConnectionRefusedError) as error:
+                    fix = f"sudo systemctl start {self._folder.name}-node"
+                    raise _Trouble("this node's own process is not running", fix) from error
         self._shufflers(site, [site.shufflers[shuffler_of(site.number, len(site.shufflers))]])
-        self._superlink(site.superlink, "ask who runs the server: SuperLink, nginx, firewall")
+        fix = "check superlink in node.toml; ask who runs the server: SuperLink, nginx, firewall"
+        self._superlink(site.superlink, fix)
 
     def _nginx(self, name: str) -> None:
         """Looks whether this site's key answers where its nginx listens, if it has one."""
@@ -265,7 +272,14 @@ class _Examination:
             if request.exists() and not certificate.exists():
                 fix = f"send {request} to whoever provisions, and put the {name}.pem there"
                 raise _Trouble(f"{certificate} has not come back yet", fix)
-            Credentials.read(self._keys, name)
+            try:
+                Credentials.read(self._keys, name)
+            except ValueError as error:
+                if "not issued by" not in str(error):
+                    raise
+                fix = "put the authority.pem of the authority that signed it back, as `shufl "
+                fix += f"provision` wrote it; if there is a new authority, {self._renew(name)}"
+                raise _Trouble(str(error), fix) from error
             _check_private(self._keys / f"{name}.key")
 
     def _renew(self, name: str) -> str:
@@ -298,9 +312,12 @@ class _Examination:
 
     def _shufflers(self, site: ServerSite | NodeSite, addresses: Sequence[str]) -> None:
         for address in addresses:
-            with self.look(f"shuffler {address}", "ask who runs it; then its firewall, and yours"):
+            fix = f"check shufflers in {self._role}.toml; ask who runs it; its firewall, and yours"
+            with self.look(f"shuffler {address}", fix):
                 try:
                     ask_health(address, site.credentials)
+                except ConfigError as error:  # of files here
+                    raise _Trouble(str(error), "as above") from error
                 except ShufflerRefused as error:
                     fix = "it is withdrawn there, has ended (see above), or names another shuffler"
                     why = f"takes no calls with this certificate: {error}"

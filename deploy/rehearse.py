@@ -69,7 +69,7 @@ def free_ports(number: int) -> Iterator[int]:
 class Rehearsal:
     """The sites of a deployment in one folder, and their processes.
 
-    Whatever ends unasked is started again, as its service unit would.
+    Whatever ends unasked is started again.
 
     Attributes:
         deployment: as it runs here.

@@ -13,15 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3822,
-    "clients": 1175,
-    "deploy": 1998,
+    "clients": 1177,
+    "deploy": 2016,
     "learning": 3184,
     "protocol": 1187,
     "results": 1352,
     "server": 1127,
     "shuffler": 3006,
     "simulator": 2884,
-    "src": 1780,
+    "src": 1793,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

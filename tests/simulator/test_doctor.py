@@ -14,13 +14,14 @@ import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from cryptography import x509
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployment_world import deployment_of
 from ports import free_port
-from run_world import LIMIT, invoke, refused, wait_until
+from run_world import LIMIT, invoke, refused, shufl, wait_until
 from shufl.accounting import Ledger
 from shufl.clients import load_device
 from shufl.deploy.doctor import examine
@@ -60,13 +61,15 @@ def troubles(folder):
     return troubles_of(examine(folder))
 
 
+_OF_NETWORK = "shuffler ", "SuperLink ", "clock", "port", "nginx", "socket"
+
+
 def troubles_of(findings):
-    """Of what needs no network."""
+    """Of what needs no other process."""
     return {
         finding.what: finding
         for finding in findings
-        if finding.trouble
-        and not finding.what.startswith(("shuffler ", "SuperLink 1", "clock", "port", "nginx"))
+        if finding.trouble and not finding.what.startswith(_OF_NETWORK)
     }
 
 
@@ -82,8 +85,11 @@ def test_sites_as_they_were_provisioned_are_well_but_for_who_is_not_there(sites)
     assert re.fullmatch(r"link must carry 0\.\d+ Mbit/s", findings["link"].what)
     assert re.fullmatch(r"work needs a window.work_until of [\d.e-]+ s", findings["work"].what)
     assert "does not answer" in findings["shuffler"].trouble
+    assert findings["shuffler"].fix.startswith("check shufflers in node.toml; ask who runs it")
     assert "Connection refused" in findings["SuperLink"].trouble
-    assert "nginx" in findings["SuperLink"].fix
+    assert findings["SuperLink"].fix.startswith("check superlink in node.toml; ask who runs")
+    assert findings["socket"].trouble == "this node's own process is not running"
+    assert findings["socket"].fix == "sudo systemctl start ward-1-node"
 
 
 @pytest.mark.slow
@@ -105,6 +111,8 @@ def test_a_shuffler_that_serves_is_reached_with_the_nodes_own_certificate(
         for said in (rf"{waited}registered ward-1, number \d+\n", ""):
             done = registered_at(server)
             assert re.fullmatch(said, done.stdout), done
+        rehearsal.start("ward-1", "node")
+        wait_until((rehearsal.folder / "ward-1/node.sock").exists, LIMIT, "the node")
         assert found("server") == []
         assert found("ward-1") == found("shuffler-1") == []
         keys, nodes = (rehearsal.folder / name for name in ("ward-1/keys", "server/nodes"))
@@ -268,6 +276,28 @@ def test_a_certificate_of_another_node_is_found(sites, without_records):
     assert "shufl keys request" in troubles(node)["keys"].fix
 
 
+def test_an_authority_that_did_not_sign_is_told_from_a_certificate_to_renew(sites, without_records):
+    node = without_records
+    (node / "keys/authority.pem").write_bytes(Authority.create().certificate)
+    found = {each.what.split()[0]: each for each in examine(node)}
+    assert re.search(r"ward-1\.pem: not issued by .*/authority\.pem$", found["keys"].trouble)
+    said = "put the authority.pem of the authority that signed it back, as `shufl provision` wrote"
+    assert found["keys"].fix.startswith(said)
+    assert "; if there is a new authority, shufl keys renew" in found["keys"].fix
+    assert "not issued by" in found["shuffler"].trouble and found["shuffler"].fix == "as above"
+
+
+def test_a_name_that_nobody_has_is_looked_for_in_the_nodes_own_file(without_records):
+    file = without_records / "node.toml"
+    text = re.sub("superlink = .*", 'superlink = "nobody.invalid:9000"', file.read_text())
+    text = re.sub(r"shufflers = \[[^]]*\]", 'shufflers = ["nobody.invalid:9000"]', text)
+    file.write_text(text)
+    found = {each.what.split()[0].lower(): each for each in examine(without_records)}
+    for what, key in (("shuffler", "shufflers"), ("superlink", "superlink")):
+        assert found[what].trouble
+        assert found[what].fix.startswith(f"check {key} in node.toml; ask who runs ")
+
+
 @pytest.mark.parametrize(
     ("role", "users", "days", "what", "message"),
     [
@@ -416,6 +446,38 @@ def test_limits_that_refuse_the_plan_are_found(without_records):
     run.write_text(run.read_text().replace("check_in_rate = 1.0", "check_in_rate = 0.9"))
     device.write_text(text)
     assert "has not accepted the plan" in troubles(node)["owner's limits"].trouble
+
+
+@pytest.mark.slow
+def test_a_node_ends_with_2_where_somebody_has_to_mend_it_and_else_with_1(node):
+    """With 2 its unit leaves it alone; a disk that is mounted late, or a busy machine, is none."""
+    unit = next(node.glob("*-node.service")).read_text()
+    assert "Restart=always\nRestartPreventExitStatus=2\n" in unit
+    file, run = node / "node.toml", node / "run.toml"
+    file.write_text(file.read_text().replace('"simulated"', '"records"'))
+
+    def ended(code, said):
+        done = shufl("node", cwd=node)
+        assert done.returncode == code and said in done.stderr, done.stderr
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+
+    ended(1, "data: the records of user 0 cannot be read: No such file or directory")
+    (node / "records").mkdir()
+    for user in range(3):
+        np.savez(node / f"records/{user}.npz", features=np.zeros((1, 1, 8, 8)), labels=[user])
+    text = run.read_text()
+    run.write_text(re.sub("work_until = .*", "work_until = 1e-6", text))
+    ended(1, "window.work_until must be at least")
+    run.rename(node / "away")
+    ended(1, "run.toml cannot be read: No such file or directory")
+    (node / "away").rename(run)
+    (node / "keys/ward-1.key").rename(node / "away")
+    ended(1, "certificate: ")
+    (node / "away").rename(node / "keys/ward-1.key")
+    (node / "device.db").write_text("no ledger")
+    ended(2, "file is not a database")
+    np.savez(node / "records/2.npz", features=np.zeros((1, 1, 8, 9)), labels=[2])
+    ended(2, "data: the records of user 2 must be features of shape")
 
 
 @pytest.mark.slow

@@ -508,6 +508,10 @@ def test_the_command_says_what_it_waits_for(base):
     right = invoke("provision", file, "--approve", f"ward-1={key.upper()}")
     assert "signed  ward-1\n" in right.stdout
     assert [path.exists() for path in certificates] == [True, False]
+    file.write_text(tomli_w.dumps(DEPLOYMENT | {"nodes": [{"name": "ward-1", "users": 1}]}))
+    few = invoke("provision", file).stdout
+    assert "too few shuffler-1: its nodes speak for 1 users, and no release is made of so " in few
+    assert "add nodes, or lower data.users or privacy.minimum_batch" in few
     file.write_text("name =")
     refused("provision", file)
 

@@ -87,7 +87,8 @@ def provision_command(
         typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
     for name, users in done.short.items():
         typer.echo(
-            f"too few {name}: its nodes speak for {users} users, and no release is made of so few"
+            f"too few {name}: its nodes speak for {users} users, and no release is made of so few; "
+            "add nodes, or lower data.users or privacy.minimum_batch (and least_present, if set)"
         )
     for name in done.waiting:
         typer.echo(f"waiting for {out / name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,8 @@ def node_command(
     """Run a deployed node: answer the messages that Flower's SuperNode passes on.
 
     SIGTERM and SIGINT end it when the round that is under way is over; a second one ends it at
-    once.
+    once. It exits with 2 if somebody has to mend what it was given, and with 1 if it may start
+    later: a file or folder is not there yet, or the machine is too busy.
     """
     stop, at_once = threading.Event(), threading.Event()
 
@@ -44,7 +46,23 @@ def node_command(
     from shufl.learning.your_code import make_importable
 
     make_importable([folder])
-    with options.failing(ValueError):
+    try:
         check_linux("a node")
         site = load_site(config, NodeSite)
         serve_device(node_settings(site, folder), Path(site.socket), stop, at_once)
+    except (OSError, ValueError) as error:
+        options.fail(error, 1 if _may_pass(error) else 2)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether an error, or one that it comes from, is of what may be there a moment later."""
+    from shufl.clients.worker import TooSlow
+
+    while error is not None:
+        # A plain OSError without a number is what pyarrow says of a damaged file.
+        if isinstance(error, OSError) and (error.errno or type(error) is not OSError):
+            return True
+        if isinstance(error, (TooSlow, sqlite3.OperationalError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
