@@ -32,6 +32,7 @@ from run_world import LIMIT, wait_until
 from shufl.clients import RoundRefused, SimulatedLedger, serve_device
 from shufl.clients.deployed_node import Clock, DeviceNode
 from shufl.clients.node_process import _Answering, _Reader
+from shufl.clients.relay import NodeUnavailable, _relay
 from shufl.clients.worker import AT_WORK, DONE, FAILED, TooSlow
 from shufl.learning import LocalTraining, local_update
 from shufl.learning.parameters import sent
@@ -370,6 +371,14 @@ def test_answers_come_at_whole_multiples_and_queries_are_held(deployed):
 
 def serialised(content):
     return recorddict_to_proto(RecordDict(content)).SerializeToString()
+
+
+def test_a_message_for_a_node_that_is_down_says_so(tmp_path):
+    """`shufl status` shows it as the node's trouble."""
+    message = SimpleNamespace(content=RecordDict())
+    context = SimpleNamespace(node_config={"socket": str(tmp_path / "node.sock")})
+    with pytest.raises(NodeUnavailable, match=r"^this node's own process is not running$"):
+        _relay("query")(message, context)
 
 
 @pytest.mark.slow

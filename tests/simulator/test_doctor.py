@@ -392,17 +392,19 @@ def superlink_at(node, date):
     return answering(address, node.parent / "superlink", "superlink", Answer)
 
 
-def test_a_certificate_that_has_ended_and_a_clock_that_is_wrong_are_told(sites, without_records):
+def test_a_certificate_that_has_ended_and_a_clock_that_is_wrong_are_told(
+    sites, without_records, monkeypatch
+):
     node, authority = without_records, Authority.read(sites / "authority")
     shutil.copytree(sites / "server/keys", node.parent / "superlink")
     request = Request.read(node / "keys/ward-1.csr")
     (node / "keys/ward-1.pem").write_bytes(authority.sign(request, Role.NODE, users=3, days=-1))
 
     def found():
-        examined = {each.what: each for each in examine(node) if each.trouble}
-        return examined["certificate's days"], examined.get("clock")
+        examined = {each.what.split(" 1")[0]: each for each in examine(node) if each.trouble}
+        return [examined.get(what) for what in ("certificate's days", "clock", "SuperLink")]
 
-    days, clock = found()
+    days, clock, _ = found()
     assert "is valid from " in days.trouble
     assert days.fix.startswith("systemctl enable --now systemd-timesyncd, if that is not the time")
     assert "; else shufl keys renew" in days.fix and "Connection refused" in clock.trouble
@@ -410,9 +412,23 @@ def test_a_certificate_that_has_ended_and_a_clock_that_is_wrong_are_told(sites, 
     with superlink_at(node, now):
         assert found()[1] is None
     with superlink_at(node, now - datetime.timedelta(days=1)):
-        _, clock = found()
+        _, clock, _ = found()
     assert clock.fix == "systemctl enable --now systemd-timesyncd"
     assert re.fullmatch(r"86\d\d\d s ahead of the SuperLink's machine", clock.trouble)
+    # A clock that is a day behind: for it, what was signed today is of tomorrow.
+    monkeypatch.setattr("shufl.shuffler.keys._EARLY", datetime.timedelta(days=-1))
+    (node / "keys/ward-1.pem").write_bytes(authority.sign(request, Role.NODE, users=3))
+    asked = Request.read(node.parent / "superlink/superlink.csr")
+    signed = Authority.read(sites / "authority-flower").sign(
+        asked, Role.SHUFFLER, hosts=["127.0.0.1"]
+    )
+    (node.parent / "superlink/superlink.pem").write_bytes(signed)
+    with superlink_at(node, now + datetime.timedelta(days=1)):
+        days, clock, superlink = found()
+    assert re.fullmatch(r"8[56]\d\d\d s behind the SuperLink's machine", clock.trouble)
+    assert superlink.trouble == "its certificate: certificate is not yet valid"
+    for each in (days, superlink):
+        assert each.fix.startswith("systemctl enable --now systemd-timesyncd, if ")
 
 
 def test_a_server_that_was_told_of_too_few_nodes_is_found(sites, tmp_path):

@@ -466,7 +466,7 @@ def test_requests_and_authorities_that_do_not_belong_are_refused(base):
     ("changes", "message"),
     [
         ({"sever": {}}, "unknown key sever; did you mean server"),
-        ({"server": {"host": "a b"}}, "server.host must be a DNS name or an IP address"),
+        ({"server": {"host": "https://a.b"}}, "server.host must be a DNS name or an IP address"),
         ({"server": {"host": "a", "port": 70000}}, "server.port must be a whole number"),
         ({"nodes": []}, "nodes must be one table of values at least, got"),
         ({"nodes": {"name": "a"}}, r"table of values or several, each below \[\[nodes\]\], got"),
@@ -683,6 +683,7 @@ def public_file(base):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "users"), [("ward.csv", 100), ("simulated", 40)])
 def test_a_file_is_named_beside_run_toml_and_bounds_the_users_of_nodes_that_read_it(
     base, data, users
@@ -699,6 +700,9 @@ def test_a_file_is_named_beside_run_toml_and_bounds_the_users_of_nodes_that_read
     config = load(str(sites / "server/run.toml"))
     with pytest.raises(ConfigError, match=r"/sites/server/public.csv cannot be read .*: No such"):
         load_dataset(config.data.dataset)
+    here = base / "here"
+    provision(Deployment.of_file(base / "deployment.toml"), base, here, nobody, in_place=True)
+    assert load(str(here / "server/run.toml")).data.dataset.file == str(base / "public.csv")
     (base / "public.csv").rename(sites / "server/public.csv")
     assert prepare(config, real_nodes=True).plan.users == users
     more = config.model_copy(update={"data": config.data.model_copy(update={"users": 41})})
