@@ -99,8 +99,9 @@ class Run:
     ) -> Run:
         """The run whose folder this is, with the folder's configuration.
 
-        The keys in `_MAY_CHANGE` may have other values there. `make_engine` makes another engine
-        than the configuration names; `config` is the folder's, if it has been read already.
+        The keys in `_MAY_CHANGE` may have other values there. `make_engine` makes an engine of
+        real nodes, which no configuration names; `config` is the folder's, if it has been read
+        already.
 
         Raises:
             ConfigError: the folder's config.toml cannot be run.
