@@ -192,7 +192,7 @@ class _Examination:
         with self.look("key for Flower", "shufl keys flower keys"):
             _check_private(self._keys / "flower.key")
         self._plan()
-        with self.look("model and records", "mend data in node.toml, or what it names") as shown:
+        with self.look("model and records", "mend the records, or data in node.toml") as shown:
             from shufl.deploy.node import NodeWork, users_told
 
             work = NodeWork.checked(site, self._folder)

@@ -269,6 +269,7 @@ def test_a_certificate_of_another_node_is_found(sites, without_records):
     # Of as many users: the shuffler will tell them apart.
     (unknown,) = troubles(node).values()
     assert (unknown.what, "could not be imported" in unknown.trouble) == ("model and records", True)
+    assert unknown.fix == "mend the records, or data in node.toml"
     shutil.copy(sites / "ward-1/keys/ward-1.key", node / "keys/ward-1.key")
     assert "not the key of" in troubles(node)["keys"].trouble
     assert "shufl keys renew" in troubles(node)["keys"].fix
