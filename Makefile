@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE =  # else each of the tests' hundreds of processes compiles all modules anew
 
-.PHONY: run test nightly year soak check collected coverage lint site experiments bench load timing proto lock mnist clean
+.PHONY: run test nightly year machines soak check collected coverage lint site experiments bench load timing proto lock mnist clean
 
 run: .venv/ready
 	$(BIN)/shufl run configs/quickstart.toml
@@ -20,6 +20,9 @@ nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; b
 
 year: .venv/ready  ## a year of a deployment: add, withdraw, renew, rotate, reboot, restore, second run; five minutes
 	$(BIN)/pytest -m nightly tests/integration/test_year.py
+
+machines: .venv/ready  ## six machines, booted by root, and docs/deployment.md's commands and faults on them: 90 minutes
+	$(BIN)/pytest -m machines tests/machines
 
 soak: .venv/ready  ## some 100 kills of each party in one process, and kills in a deployment. SHUFL_SOAK_SEED=N: others
 	$(BIN)/pytest -m nightly -s tests/server/test_server_faults.py tests/integration/test_deployment_soak.py

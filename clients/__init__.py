@@ -8,7 +8,7 @@ A deployed node is three services under three accounts, and what they start:
 
     server's machine           node's machine
     ------------------         -----------------------------------------------------------------
-    Flower's SuperLink <-TLS-> flower-supernode    account shufl-flower: the key for Flower
+    Flower's SuperLink <-TLS-> shufl-supernode     account shufl-flower: the key for Flower
                                   |  a port of loopback
                                flower-superexec    account shufl-app: no key of Flower's, and no
                                   |                network but loopback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+_IPV4 = re.compile(r"[0-9.]+")
 
 
 class _Reached(Record):
@@ -118,9 +120,13 @@ class _Reached(Record):
     @property
     def values(self) -> dict[str, object]:
         """What the templates of the site's files need: its keys, and where the proxy listens."""
-        listen = "[::]" if ":" in self.host else "0.0.0.0"
-        listen = "127.0.0.1" if self.host in _LOOPBACK else listen
-        return self.model_dump() | {"address": self.address, "listen": listen}
+        listen = "[::]:{} ipv6only=off"  # by IPv4 too: a name may have addresses of both kinds
+        if _IPV4.fullmatch(self.host):
+            listen = "0.0.0.0:{}"
+        if self.host in _LOOPBACK:
+            listen = "127.0.0.1:{}"
+        values = {"address": self.address, "listen": listen.format(self.port)}
+        return self.model_dump() | values
 
 
 class ServerEntry(_Reached):
@@ -183,7 +189,7 @@ class NodeEntry(Record):
         key of Flower's and, under systemd, no network but loopback.
         """
         relay = (
-            f"flower-supernode --superlink {server_address} --port {self.port} "
+            f"shufl-supernode --superlink {server_address} --port {self.port} "
             "--root-certificates keys/flower-authority.pem "
             "--auth-supernode-private-key keys/flower.key "
             """--node-config 'socket="node.sock"' --isolation process"""

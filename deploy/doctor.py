@@ -51,7 +51,7 @@ _TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
 _ANY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the same for gRPC, which asks for a protocol
 _ANY.check_hostname, _ANY.verify_mode = False, ssl.CERT_NONE
 _ANY.set_alpn_protocols(["h2", "http/1.1"])
-_LOCAL = {"": "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "::1"}
+_LOCAL = {"": "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "localhost"}
 _OTHER_HOST = 62  # X509_V_ERR_HOSTNAME_MISMATCH
 _MOST_AHEAD, _MOST_BEHIND = 3.0, 60.0  # seconds; Flower refuses 5 and 305
 _SECONDS = 5.0

@@ -48,6 +48,14 @@ def anchors_of(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_page_lists_what_is_played_on_machines():
+    played = ast.parse(text_of("tests/machines/test_machines.py")).body
+    functions = [each for each in played if isinstance(each, ast.FunctionDef)]
+    told = [ast.get_docstring(each) for each in functions if each.name.startswith("test_")]
+    listed = text_of("docs/deployment.md").partition("## Played on machines")[2]
+    assert re.findall("^- (.*)", listed, re.M) == told
+
+
 @each_page
 def test_links_lead_to_files_and_headings_that_exist(page):
     for target in re.findall(r"\]\(([^)]+)\)", without_code(text_of(page))):

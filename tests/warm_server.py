@@ -44,7 +44,7 @@ _PROGRAMS = {
     "shufl": "shufl.cli:main",
     "flwr": "flwr.cli.app:app",
     "flower-superlink": "flwr.superlink.cli.flower_superlink:flower_superlink",
-    "flower-supernode": "flwr.supernode.cli.flower_supernode:flower_supernode",
+    "shufl-supernode": "shufl.deploy.supernode:main",
     "flower-superexec": "flwr.supercore.cli.flower_superexec:flower_superexec",
     "python": f"{__name__}:_python",
     "ray worker": f"{__name__}:_ray_worker",

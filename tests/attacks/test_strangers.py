@@ -258,7 +258,7 @@ def _refused_supernode(world, key):
     )
     with (world.folder / "supernode.out").open("w+") as said:
         process = subprocess.Popen(
-            [command("flower-supernode"), *arguments],
+            [command("shufl-supernode"), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,

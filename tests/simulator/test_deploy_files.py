@@ -104,7 +104,7 @@ def test_systemd_accepts_the_units(sites):
     units = sorted(sites.glob("*/*.service"))
     assert len(units) == 9
     for unit in units:
-        for name in ("shufl", "flower-superlink", "flower-supernode", "flower-superexec"):
+        for name in ("shufl", "flower-superlink", "shufl-supernode", "flower-superexec"):
             _program(unit.parent / ".venv" / "bin", name, "true")
         checked = ["systemd-analyze", "verify", "--man=no", str(unit)]
         done = subprocess.run(checked, capture_output=True, text=True)

@@ -183,7 +183,7 @@ def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_pa
     listen = load_config(shuffler / "shuffler.toml").listen
     proxy = free_port()
     nginx = shuffler / "nginx.conf"
-    nginx.write_text(re.sub(r"listen \S+;", f"listen 0.0.0.0:{proxy};", nginx.read_text()))
+    nginx.write_text(re.sub(r"listen [^;]+;", f"listen 0.0.0.0:{proxy};", nginx.read_text()))
 
     def found():
         return {each.what: each for each in examine(shuffler) if each.trouble}
@@ -212,7 +212,7 @@ def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_pa
                 f"listen *:{proxy};",
                 f"listen [::1]:1;\n{here}",
             ):
-                nginx.write_text(re.sub(r"^ *listen \S+;", line, text, flags=re.MULTILINE))
+                nginx.write_text(re.sub(r"^ *listen [^;]+;", line, text, flags=re.MULTILINE))
                 assert found() == {}, line
 
 

@@ -333,7 +333,7 @@ def test_every_site_has_files_that_its_process_reads(base):
     sites = base / "sites"
     assert load_config(sites / "shuffler-1/shuffler.toml").listen == "127.0.0.1:9001"
     nginx = (sites / "shuffler-1/nginx.conf").read_text()
-    assert "listen 0.0.0.0:9000;" in nginx and "proxy_pass 127.0.0.1:9001;" in nginx
+    assert "listen [::]:9000 ipv6only=off;" in nginx and "proxy_pass 127.0.0.1:9001;" in nginx
     assert load_site(sites / "server/server.toml", ServerSite).credentials == Credentials.read(
         keys["server"], "server"
     )
@@ -743,10 +743,12 @@ def test_a_node_reads_a_file_whose_columns_the_configuration_names(base, caplog)
     assert load_site(base / "sites/ward-2/node.toml", NodeSite).data == "simulated"
 
 
-def test_a_shuffler_whose_host_is_an_ipv6_address_is_listened_for_there(base):
-    shuffler = DEPLOYMENT["shufflers"][0] | {"host": "2001:db8::7"}
-    provisioned(base, shufflers=[shuffler])
-    assert "listen [::]:9000;" in (base / "sites/shuffler-1/nginx.conf").read_text()
+@pytest.mark.parametrize(
+    ("host", "listens"), [("2001:db8::7", "[::]:9000 ipv6only=off"), ("192.0.2.7", "0.0.0.0:9000")]
+)
+def test_a_shuffler_whose_host_is_an_address_is_listened_for_there(base, host, listens):
+    provisioned(base, shufflers=[DEPLOYMENT["shufflers"][0] | {"host": host}])
+    assert f"listen {listens};" in (base / "sites/shuffler-1/nginx.conf").read_text()
 
 
 @pytest.mark.slow
