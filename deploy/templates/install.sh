@@ -70,6 +70,7 @@ if [ -f node.toml ]; then  # Flower's two accounts have what is theirs, and ente
 fi
 [ "$$what" = all ] || exit 0
 
+umask 022  # `shufl doctor` reads what is installed
 if [ -f nftables.conf ]; then  # now, and whenever this machine starts
     copy nftables.conf /etc/shufl/$prefix.nft
     nft -f /etc/shufl/$prefix.nft
