@@ -32,7 +32,7 @@ from shufl.learning.config import load
 from shufl.learning.your_code import one_line
 from shufl.protocol import shuffler_of
 from shufl.protocol.validation import read_toml
-from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
+from shufl.shuffler import Credentials, Refusal, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.credentials import read_certificate, renew_from
@@ -328,6 +328,8 @@ class _Examination:
                 try:
                     ask_health(address, site.credentials)
                 except ShufflerRefused as error:
+                    if error.reason is Refusal.STORAGE_FULL:
+                        raise _Trouble(str(error), "ask who runs it to make room") from error
                     fix = "it is withdrawn there, has ended (see above), or names another shuffler"
                     why = f"takes no calls with this certificate: {error}"
                     raise _Trouble(why, f"ask who runs it: {fix}") from error

@@ -136,7 +136,7 @@ def ask_health(address: str, credentials: Credentials) -> None:
     """Returns if a shuffler serves.
 
     Raises:
-        ShufflerRefused: it takes no calls with this certificate.
+        ShufflerRefused: it takes no calls with this certificate, or its disk is full.
         ShufflerError: it does not answer.
     """
     with Connection(address, credentials, _SECONDS) as there, there.errors():

@@ -250,7 +250,10 @@ def test_a_node_that_is_connected_and_dead_is_in_trouble_and_one_at_work_is_not(
     assert dead == sorted(dead, key=bool) and "no answer within" in dead[-1]
 
 
-def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
+@pytest.mark.parametrize("seconds", [0.1, LIMIT], ids=["between", "within"])
+def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path, monkeypatch, seconds):
+    """And is told, also while a shuffler may come back within the round."""
+    monkeypatch.setattr("shufl.server.rounds._TELL_SECONDS", 0.0)
     with tiny_disk_at(tmp_path / "disk") as disk, Here(disk) as shuffler:
         run = Run(tmp_path, [shuffler])
         filler = fill(disk)
@@ -260,7 +263,7 @@ def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
             told.append((line, run.spent))
             filler.unlink(missing_ok=True)
 
-        run.play(1, tell=tell, shuffler_seconds=0.1)
+        run.play(1, tell=tell, shuffler_seconds=seconds)
     assert "STORAGE_FULL" in told[0][0] and told[0][1] == []
     assert run.spent == [1]
 

@@ -25,21 +25,24 @@ from prometheus_client.parser import text_string_to_metric_families
 from deployment_world import deployment_of
 from ports import free_port
 from run_world import LIMIT, invoke, refused, wait_until
+from shuffler_world import ShufflerHere, plan
 from shufl.accounting import Ledger
 from shufl.clients import load_device
 from shufl.deploy.doctor import examine
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.run_status import status_of
+from shufl.deploy.run_status import health_of, status_of
 from shufl.deploy.server_app import _Waits
-from shufl.deploy.server_site import flower_connection
+from shufl.deploy.server_site import ServerSite, flower_connection
 from shufl.deploy.site_files import NodeSite, load_site, role_of
 from shufl.deploy.site_templates import changed
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
+from shufl.shuffler import ControlClient, ShufflerRefused
 from shufl.shuffler.callers import Role
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import Authority, Request, make_flower_key
+from tiny_disk import fill, tiny_disk_at
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +350,42 @@ def test_a_full_disk_of_the_reports_is_not_that_of_the_folder(sites, tmp_path, m
     assert found.trouble == "0.00 GB are free, at least 1 GB are needed"
     assert found.fix == "make room on the disk of /elsewhere/state"
     assert "disk" not in troubles(shuffler)
+
+
+def test_a_shuffler_whose_disk_is_full_is_told_to_whoever_asks(sites, tmp_path):
+    """Before a write fails, and where a round has not fitted, until there is room."""
+    server = load_site(sites / "server/server.toml", ServerSite)
+    (address,), authority = server.shufflers, Authority.read(sites / "authority")
+
+    def told():
+        """The same by doctor, by what `shufl status` shows, and by the metrics."""
+        found = {each.what: each for each in examine(sites / "server")}[f"shuffler {address}"]
+        assert not found.trouble or found.fix == "ask who runs it to make room"
+        assert health_of(address, server.credentials) == found.trouble
+        up = metrics_of(sites / "server")["shufl_shuffler_up", ("shuffler", address)]
+        assert bool(up) != bool(found.trouble)
+        return found.trouble
+
+    with (
+        tiny_disk_at(tmp_path / "disk") as disk,
+        ShufflerHere(disk / "state", listen=address, authority=authority) as shuffler,
+        ControlClient(address, shuffler.control) as control,
+    ):
+        assert told() == ""
+        filler = fill(disk)
+        full = "STORAGE_FULL: the shuffler's disk is full"
+        assert told() == full
+        filler.unlink()
+        assert told() == ""
+        control.create_run("run", plan(50), 10_000)
+        filler.write_bytes(bytes(2**19))
+        assert told() == ""
+        with pytest.raises(ShufflerRefused, match="STORAGE_FULL"):
+            control.reserve("run")
+        assert told() == full
+        filler.unlink()
+        control.reserve("run")
+        assert told() == ""
 
 
 def test_a_servers_test_records_are_looked_for(sites, tmp_path):
