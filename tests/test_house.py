@@ -18,7 +18,7 @@ MOST_LINES = {
     "learning": 3184,
     "protocol": 1188,
     "results": 1348,
-    "server": 1134,
+    "server": 1135,
     "shuffler": 3023,
     "simulator": 2884,
     "src": 1780,
