@@ -33,7 +33,7 @@ _VALUES = {
     "host": r"^ *server_name ([A-Za-z0-9.:-]+);$",
     "local_port": r"(?:tcp dport |127\.0\.0\.1:|--port )(\d+)",
     "connections": r"^ *limit_conn \S+ (\d+);$",
-    "accounts": r"!= \{ root, ([\w, -]+) \} ",
+    "accounts": r"!= \{ root, (shufl, [\w-]+) \} ",
     "superlink": r" --superlink '?([A-Za-z0-9.:[\]-]+)'? --port ",
     "run": r" --on ([A-Za-z0-9-]+) --continue$",
 }
@@ -88,6 +88,8 @@ def changed(folder: Path, role: str) -> Iterator[str]:
     text = "".join(ours.values())
     found = {name: re.search(form, text, re.M) for name, form in _VALUES.items()}
     own = {name: match[1] if match else "0" for name, match in found.items()}
+    if role == "node":
+        own["accounts"] = "shufl-app"
     port = int(own["local_port"])
     superlink = ServerEntry.model_construct(local_port=port).process
     processes: dict[str, tuple[Process, ...]] = {

@@ -279,6 +279,8 @@ def test_what_root_has_is_compared_with_what_lies_in_the_folder(sites, tmp_path,
         ("server", "nginx.conf", "return 403", "return 200"),
         ("shuffler-1", "nginx.conf", "access_log off", "access_log /etc/cron.d/own"),
         ("ward-1", "nftables.conf", "meta skuid != ", "ct state new meta skuid != "),
+        ("ward-1", "nftables.conf", "root, shufl-app", "root, shufl, another"),
+        ("server", "nftables.conf", "www-data", "www-data, another"),
         ("ward-1", "shufl-own.service", "", "[Service]\nExecStart=/bin/true\n"),
     ],
 )
