@@ -217,6 +217,20 @@ class NodeEntry(Record):
         )
 
 
+def run_process(name: str, seconds: float) -> Process:
+    """A deployment's run on the SuperLink; each of its rounds takes `seconds`."""
+    # It ends with 2 where somebody has to look, and with 130 where it was asked to.
+    unit = "Restart=on-failure", "RestartPreventExitStatus=2", "SuccessExitStatus=130"
+    return Process(
+        "run",
+        f"shufl run run.toml --on {name} --continue",
+        "the run, which goes on with the next round when it is started again",
+        stop_seconds=seconds + _ENDING_SECONDS,
+        unit=unit,
+        after="superlink",
+    )
+
+
 class Deployment(Record):
     """`deployment.toml`.
 
@@ -274,16 +288,3 @@ class Deployment(Record):
             node.name: names[shuffler_of(number, len(names))]
             for number, node in enumerate(self.nodes)
         }
-
-    def run_process(self, seconds: float) -> Process:
-        """The run on the SuperLink; each of its rounds takes `seconds`."""
-        # It ends with 2 where somebody has to look, and with 130 where it was asked to.
-        unit = "Restart=on-failure", "RestartPreventExitStatus=2", "SuccessExitStatus=130"
-        return Process(
-            "run",
-            f"shufl run run.toml --on {self.name} --continue",
-            "the run, which goes on with the next round when it is started again",
-            stop_seconds=seconds + _ENDING_SECONDS,
-            unit=unit,
-            after="superlink",
-        )

@@ -27,17 +27,19 @@ from shufl.deploy.deployment import LONGEST_SOCKET
 from shufl.deploy.run_status import ask_health
 from shufl.deploy.server_site import ServerSite, flower_connection
 from shufl.deploy.site_files import NodeSite, load_site, role_of
+from shufl.deploy.site_templates import changed
 from shufl.learning.config import load
 from shufl.learning.your_code import one_line
 from shufl.protocol import shuffler_of
 from shufl.protocol.validation import ConfigError, read_toml
-from shufl.shuffler import Credentials, ShufflerRefused, ShufflerUnavailable
+from shufl.shuffler import Credentials, Refusal, ShufflerRefused, ShufflerUnavailable
 from shufl.shuffler.callers import Role, caller_of
 from shufl.shuffler.config import load_config
 from shufl.shuffler.credentials import read_certificate, renew_from
 from shufl.shuffler.wire.channel import parse_address, probe
 
 _EXTRAS = {"node": ("node",), "server": ("node", "server")}  # what a role installs with shufl
+_ETC = Path("/etc")
 _LEAST_FREE = 10**9
 _LEAST_DESCRIPTORS = 4096
 _TAKEN = {
@@ -121,6 +123,30 @@ class _Examination:
                 raise _Trouble(
                     f"{hard} open files are allowed, at least {_LEAST_DESCRIPTORS} are needed"
                 )
+
+    def root(self) -> None:
+        """What root runs or reads of this folder: as this release makes it, installed, loaded."""
+        fix = "read what is different, and why: root runs it; or have it made anew"
+        with self.look("files for root", fix):
+            for each in changed(self._folder, self._role):
+                raise _Trouble(f"not as this release makes them: {each}")
+        prefix, nginx = self._folder.name, "conf.d" if self._role == "server" else "shufl"
+        own = {path: f"systemd/system/{path.name}" for path in self._folder.glob("*.service")}
+        own[rules := self._folder / "nftables.conf"] = f"shufl/{prefix}.nft"
+        own[self._folder / "nginx.conf"] = f"nginx/{nginx}/{prefix}.conf"
+        installed = {path: _ETC / place for path, place in own.items() if path.exists()}
+        if not any(place.exists() for place in installed.values()):
+            return  # not yet, or a container
+        with self.look("installed files", "sudo sh install.sh; then restart what has changed"):
+            for path, place in installed.items():
+                text = path.read_text()
+                if path.name == "nginx.conf" and self._role == "shuffler":  # as install.sh has it
+                    text = re.sub(r"^(stream \{|\})\n", "", text, flags=re.MULTILINE)
+                if place.read_text().rstrip("\n") != text.rstrip("\n"):
+                    raise _Trouble(f"{place} is not what {path} says")
+        if rules in installed:
+            with self.look("firewall", f"sudo nft --file {installed[rules]}"):
+                _check_loaded(rules.read_text())
 
     def _disk(self, what: str, path: Path) -> None:
         with self.look(what, f"make room on the disk of {path}"):
@@ -319,6 +345,8 @@ class _Examination:
                 except ConfigError as error:  # of files here
                     raise _Trouble(str(error), "as above") from error
                 except ShufflerRefused as error:
+                    if error.reason is Refusal.STORAGE_FULL:
+                        raise _Trouble(str(error), "ask who runs it to make room") from error
                     fix = "it is withdrawn there, has ended (see above), or names another shuffler"
                     why = f"takes no calls with this certificate: {error}"
                     raise _Trouble(why, f"ask who runs it: {fix}") from error
@@ -361,6 +389,7 @@ def examine(folder: Path) -> list[Finding]:
     role = role_of(folder)
     examination = _Examination(folder.absolute(), role)
     examination.machine()
+    examination.root()
     getattr(examination, role)()
     return examination.findings
 
@@ -378,6 +407,19 @@ def _check_versions(role: str) -> None:
             raise _Trouble(f"{wanted.name} is not installed, {needed}") from None
         if not wanted.specifier.contains(installed, prereleases=True):
             raise _Trouble(f"{wanted.name} {installed} is installed, {needed}")
+
+
+def _check_loaded(rules: str) -> None:
+    """Asks the firewall itself: no account but root may read what is loaded."""
+    probed = re.search(r"ip daddr (\S+) tcp dport (\d+) reject", rules)
+    if probed is None:
+        raise _Trouble("nftables.conf has no rule that answers", "have it made anew")
+    try:
+        socket.create_connection((probed[1], int(probed[2])), _SECONDS).close()
+    except OSError as error:
+        if error.errno == errno.ENOPROTOOPT:
+            return
+    raise _Trouble("its rules are not loaded: every account here can submit code to Flower")
 
 
 def _check_private(path: Path) -> None:

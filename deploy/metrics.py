@@ -58,7 +58,8 @@ def _of_server(folder: Path) -> Iterator[_Sample]:
     site = load_site(folder / "server.toml", ServerSite)
     for address in site.shufflers:
         well = not health_of(address, site.credentials)
-        yield "shufl_shuffler_up", "1 for a shuffler that serves", well, {"shuffler": address}
+        serves = "1 for a shuffler that serves; shufl status says why one does not"
+        yield "shufl_shuffler_up", serves, well, {"shuffler": address}
     if (run := newest_run(folder / "runs")) is None:
         return
     status = status_of(run, None)

@@ -6,9 +6,6 @@ a request that has come. What is there already stays as it is.
 
 from __future__ import annotations
 
-import importlib.resources
-import shlex
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +16,11 @@ import tomli_w
 from shufl.accounting import PrivacyPlan
 from shufl.clients import DeviceLimits
 from shufl.clients.device_ledger import RunOffered
-from shufl.deploy.deployment import Deployment, Process, ShufflerEntry, Site
+from shufl.deploy.deployment import Deployment, Process, ShufflerEntry, Site, run_process
 from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolment, Provisioned
 from shufl.deploy.server_app import deployed_experiment
 from shufl.deploy.server_site import ServerSite
+from shufl.deploy.site_templates import CONF_OF, made_of, template
 from shufl.learning.config import dumps, load
 from shufl.learning.data.features import data_digest
 from shufl.learning.data.files import RecordFile
@@ -143,9 +141,9 @@ class _Sites:
             "server.toml": _toml("server.toml", settings.model_dump()),
             "flower/config.toml": tomli_w.dumps(connections),
         }
-        processes = server.process, self._deployment.run_process(self._round_seconds)
+        processes = server.process, run_process(self._deployment.name, self._round_seconds)
         requests = {"server": Role.SERVER, "superlink": Role.SHUFFLER}
-        templates = "server.md", "nginx.conf", "nftables.conf"
+        templates = "server.md", *CONF_OF["server"]
         values = server.values | {"accounts": "shufl, www-data"}
         values |= {"records": self._to_copy("the server tests the model on a part of it")}
         return self._site("server", requests, processes, files, templates, values)
@@ -162,7 +160,7 @@ class _Sites:
             "rounds": plan.rounds,
         }
         requests, processes = {entry.name: Role.SHUFFLER}, (entry.process,)
-        templates = "shuffler.toml", "shuffler.md", "stream.conf"
+        templates = "shuffler.toml", "shuffler.md", *CONF_OF["shuffler"]
         return self._site(entry.name, requests, processes, {"revoked": ""}, templates, values)
 
     def _node(self, number: int) -> Site:
@@ -192,7 +190,7 @@ class _Sites:
             "device.toml": _device(self._experiment.plan, self._experiment.halting_round),
         }
         processes = entry.processes(superlink, self._round_seconds)
-        templates = "node.md", "nftables.conf", "nftables-app.conf"
+        templates = "node.md", *CONF_OF["node"]
         values = {"accounts": "shufl-app", "local_port": entry.port, "records": ""}
         if entry.data == "simulated":
             values["records"] = self._to_copy("a share of it is this node's data")
@@ -216,13 +214,11 @@ class _Sites:
         """The run's file, and modules beside the deployment's file that it or `data` names."""
         config = self._experiment.config
         dataset = config.data.dataset
-        if (
-            isinstance(dataset, RecordFile) and self._out is None
-        ):  # else sites here read it where it lies
+        if isinstance(dataset, RecordFile) and self._out is None:  # else it is read where it lies
             dataset = dataset.model_copy(update={"file": Path(dataset.file).name})
             about = config.data.model_copy(update={"dataset": dataset})
             config = config.model_copy(update={"data": about})
-        files = {"run.toml": _template("run.toml", content=dumps(config))}
+        files = {"run.toml": template("run.toml", content=dumps(config))}
         for name in (*config.own_code, data):
             module = name.partition(":")[0].replace(".", "/") + ".py"
             if ":" in name and (self._base / module).is_file():
@@ -239,32 +235,9 @@ class _Sites:
         values: dict[str, object],
     ) -> Site:
         """A site with `files`, what `templates` are made into, and a unit for each process."""
-        folder, prefix = self._folder(name), Path(self._deployment.folder).name
         values |= {"deployment": self._deployment.name, "site": name}
-        values |= {"folder": folder, "prefix": prefix}
-        for template in (*templates, "install.sh"):
-            file = _NAMES.get(template, template)
-            files[file] = files.get(file, "") + _template(template, **values)
-        # No process is reached before the firewall is there, however the machine came up.
-        firewall = f"ExecStartPre=+/usr/sbin/nft --file /etc/shufl/{prefix}.nft"
-        before = (firewall,) if "nftables.conf" in files else ()
-        for process in processes:
-            values |= asdict(process) | {
-                "unit": f"{prefix}-{process.name}",
-                "about": process.about[0].upper() + process.about[1:],
-                "writes": folder if process.user == "shufl" else f"{folder}/{process.home}",
-                "stop_seconds": f"{process.stop_seconds:.0f}",
-                "more": "\n".join((*before, *process.unit)),
-                "after": f" {prefix}-{process.after}.service" if process.after else "",
-                "command": shlex.join(process.command_in(Path(folder, ".venv/bin"))),
-            }
-            files[f"{prefix}-{process.name}.service"] = _template("unit.service", **values)
-        return Site(name, files, requests, processes)
-
-
-_NAMES = dict.fromkeys(("server.md", "shuffler.md", "node.md"), "README.md")
-_NAMES |= {"stream.conf": "nginx.conf", "nftables-app.conf": "nftables.conf"}
-"""Files whose templates have other names; what two templates make of one file is joined."""
+        values |= {"folder": self._folder(name), "prefix": Path(self._deployment.folder).name}
+        return Site(name, files | made_of(templates, processes, values), requests, processes)
 
 
 def _device(plan: PrivacyPlan, rounds: int) -> str:
@@ -285,9 +258,4 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
 
 def _toml(name: str, content: Mapping[str, Any], /, **values: object) -> str:
     """A site's file, with the comments of its template."""
-    return _template(name, content=tomli_w.dumps(content), **values)
-
-
-def _template(name: str, /, **values: object) -> str:
-    text = importlib.resources.files("shufl.deploy") / "templates" / name
-    return string.Template(text.read_text(encoding="utf-8")).substitute(values)
+    return template(name, content=tomli_w.dumps(content), **values)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shufl.accounting import Ledger, LedgerError, rounds_within_budget
 from shufl.deploy.server_site import OUTCOME_FILE, WAITING_FILE, ServerSite, read_json
-from shufl.protocol.outcomes import NODES_FILE
+from shufl.protocol.outcomes import BEGUN, NODES_FILE
 from shufl.protocol.validation import ConfigError
 from shufl.results.run_folder import read_run
 from shufl.results.tables import last_doubt, scores_of
@@ -36,7 +38,8 @@ class Status:
         target: the budget.
         accountant: the halting one.
         score_name, score: on the test data, the last that was measured; None: none was.
-        seconds_left: by the last rounds; None: it does not run, or has no round yet.
+        seconds_left: by how far apart the last rounds began, mostly; None: it does not run, or has
+            no round yet.
         waits_for, waits_seconds: what keeps it from a round, and for how long; empty: nothing.
         nodes: of each node its name, number, Flower's number, users, the fingerprint and the last
             day of its certificate, for how many seconds it has been silent (None: it never came),
@@ -76,8 +79,10 @@ def status_of(folder: Path, site: ServerSite | None) -> Status:
         end |= read_json(folder / name, {})
     why = str(end.get("error") or end.get("stopped_by", ""))
     state = "ended" if why in ("budget", "rounds") else "interrupted"
-    lately = [row["seconds"] for row in rows[-_LATELY:]]
-    left = sum(lately) / len(lately) * (allowed - spent) if running and lately else None
+    begun = [each.note[BEGUN] for each in ledger.entries[-_LATELY - 1 :] if BEGUN in each.note]
+    apart = [after - before for before, after in pairwise(begun)]
+    lately = apart or [row["seconds"] for row in rows[-_LATELY:]]
+    left = median(lately) * (allowed - spent) if running and lately else None
     now = time.time()
     waits = read_json(folder / WAITING_FILE, {}) if running else {}
     return Status(
@@ -131,7 +136,7 @@ def ask_health(address: str, credentials: Credentials) -> None:
     """Returns if a shuffler serves.
 
     Raises:
-        ShufflerRefused: it takes no calls with this certificate.
+        ShufflerRefused: it takes no calls with this certificate, or its disk is full.
         ShufflerError: it does not answer.
     """
     with Connection(address, credentials, _SECONDS) as there, there.errors():

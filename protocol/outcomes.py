@@ -11,6 +11,9 @@ StoppedBy = Literal["budget", "rounds", "on_round", "interrupt"]
 NODES_FILE = "nodes.json"
 """In a run folder: what the server knows of every node, after every round and while it waits."""
 
+BEGUN = "begun"
+"""In a round's line of the ledger: when it began, by `time.time`."""
+
 
 class RoundOutcome(StrEnum):
     """How a round ended.

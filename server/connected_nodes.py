@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _ASK_AGAIN_SECONDS = 30.0  # a node that refused or failed
 _TELL_SECONDS = 5.0  # after which, and how often at most, the operator is told who is waited for
 _MOST_CHARACTERS = 500
+_AWAY = "not connected; shufl doctor there says why: its clock, network, keys or processes"
 
 
 @dataclass
@@ -203,13 +204,16 @@ class Fleet:
         )
         return f"too few for a round ({users})"
 
-    def _why(self, node: int | None, otherwise: str = "not connected") -> str:
-        """Why a node is not in. A known one that is asked may be at work: its trouble stays."""
+    def _why(self, node: int | None) -> str:
+        """Why a node is not in. A known one that is asked may be at work: its trouble stays.
+
+        Flower refuses a node whose clock is wrong, or whose key is, and tells nobody here.
+        """
         if node in self._refused:
             return self._refused[node][1]
         if node in self._asked:
             return self.known[node].trouble if node in self.known else "has not answered yet"
-        return otherwise
+        return "not registered at Flower: shufl register" if node is None else _AWAY
 
     def name_of(self, node: int) -> str:
         """The name of the node that has this number at Flower."""
@@ -220,7 +224,7 @@ class Fleet:
     def _write(self) -> None:
         """Writes what is known of every node, also of those that were agreed and never came."""
         nodes = {
-            number: NodeState(number, users, name, flower, trouble=self._why(flower, "away"))
+            number: NodeState(number, users, name, flower, trouble=self._why(flower))
             for number, (name, users, flower) in self._agreed.items()
         }
         nodes |= {state.number: state for state in self.known.values()}

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _MOST_NAMES = 5  # of nodes, in a line of the log
 _TRY_AGAIN_SECONDS = 1.0
+_TELL_SECONDS = 5.0  # after which the operator is told which shuffler is waited for
 _FIRST = (RoundOutcome.RELEASED, RoundOutcome.LOST, RoundOutcome.BELOW_MINIMUM)
 """Outcomes at one shuffler that are the whole round's, if none before it occurs at another."""
 
@@ -113,22 +114,30 @@ class RoundLoop:
             if ready or self._waiting_is_over():
                 self._policy.tell("")
                 return nodes, ready
-            error = next(each.error for each in parts if each.error)
+            error = self._tell(parts)
             if time.monotonic() > until:
                 raise error
-            self._policy.tell(f"waiting for shufflers: {error}")
         return [], []
 
     def _book(self, parts: Sequence[ShufflerRound]) -> None:
         """Has shufflers book the next round; does not wait for those that missed the last one."""
-        until = time.monotonic() + self._policy.shuffler_seconds
+        begun = time.monotonic()
+        until = begun + self._policy.shuffler_seconds
         while True:
             _at_each(parts, ShufflerRound.book)  # again: a booking holds for a minute
             away = {each.number for each in parts if each.error}
             if not away - self._away or time.monotonic() > until or self._waiting_is_over():
                 self._away = away
                 return
+            if time.monotonic() > begun + _TELL_SECONDS:
+                self._tell(parts)
             time.sleep(_TRY_AGAIN_SECONDS)
+
+    def _tell(self, parts: Sequence[ShufflerRound]) -> ShufflerError:
+        """Tells the operator why a shuffler has not booked the round; gives the error."""
+        error = next(each.error for each in parts if each.error)
+        self._policy.tell(f"waiting for shufflers: {error}")
+        return error
 
     def _play(
         self, round: int, trained: nn.Module, nodes: list[int], parts: Sequence[ShufflerRound]

@@ -19,7 +19,7 @@ from shufl.accounting import PrivacyBudget
 from shufl.learning.parameters import dimension, load_sent, sent
 from shufl.learning.tasks import evaluate
 from shufl.protocol.files import write_whole
-from shufl.protocol.outcomes import RoundOutcome, RoundRecord, StoppedBy
+from shufl.protocol.outcomes import BEGUN, RoundOutcome, RoundRecord, StoppedBy
 from shufl.server.aggregate import Aggregate
 from shufl.server.checkpoint import Checkpoint, tensor_bytes
 from shufl.server.settings import RoundFailed, RunEnd, TrainingSettings
@@ -117,7 +117,7 @@ class Training:
         """Spends a round, on disk before anybody works on it; gives the model, to be left as is."""
         self._started = time.monotonic()
         if round > self.settings.ledger.last_round:
-            self._budget.spend(round, {_MODEL: self._model_digest()})
+            self._budget.spend(round, {_MODEL: self._model_digest(), BEGUN: time.time()})
         return self.model
 
     def end(self, round: int, played: PlayedRound) -> RoundRecord:

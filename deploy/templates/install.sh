@@ -5,7 +5,7 @@
 # The account shufl can write to this folder. So what lies here is read, and gets its modes, with that account's rights,
 # and root follows no link and no second name of a file. What root reads later is copied to /etc. For the same reason,
 # whoever no longer trusts that account takes this file, the units (*.service), nginx.conf and nftables.conf anew, as
-# `shufl provision` made them: root installs the units and the rules that lie here.
+# `shufl provision` made them, or has `shufl doctor` compare them with its release: root installs what lies here.
 set -eu
 cd "$$(dirname "$$0")"
 here=$$(pwd -P)
@@ -70,6 +70,7 @@ if [ -f node.toml ]; then  # Flower's two accounts have what is theirs, and ente
 fi
 [ "$$what" = all ] || exit 0
 
+umask 022  # `shufl doctor` reads what is installed
 if [ -f nftables.conf ]; then  # now, and whenever this machine starts
     copy nftables.conf /etc/shufl/$prefix.nft
     nft -f /etc/shufl/$prefix.nft

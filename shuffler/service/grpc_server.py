@@ -23,7 +23,7 @@ from shufl.shuffler.service.metrics import Metrics
 from shufl.shuffler.store.runs import RunStore
 from shufl.shuffler.wire import shuffler_pb2
 from shufl.shuffler.wire.channel import SERVER_OPTIONS, join_address, parse_address, probe
-from shufl.shuffler.wire.errors import ShufflerRefused
+from shufl.shuffler.wire.errors import Refusal, ShufflerRefused
 
 _log = logging.getLogger("shufl.shuffler")
 
@@ -69,7 +69,7 @@ class ShufflerServer:
         gate.add_service(self._server, services["Control"], self._control, Role.SERVER)
         gate.add_service(self._server, services["Record"], self._control)
         callers = Role.NODE, Role.SERVER, Role.MONITOR
-        gate.add_service(self._server, healthy.services_by_name["Health"], _Health(), *callers)
+        gate.add_service(self._server, healthy.services_by_name["Health"], _Health(store), *callers)
 
     async def start(self, listen: str) -> str:
         """Listens and serves.
@@ -172,10 +172,15 @@ class _Health:
     There is no `Watch`: each would be a call that never ends.
     """
 
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
     async def Check(self, request: Any, _: Caller, context: ServicerContext) -> Any:
         """Answers about the whole shuffler, which alone has a status."""
         if request.service:
             await context.abort(grpc.StatusCode.NOT_FOUND)
+        if self._store.is_full:
+            raise ShufflerRefused(Refusal.STORAGE_FULL)
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 

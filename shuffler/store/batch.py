@@ -31,7 +31,7 @@ from shufl.shuffler.wire.errors import Refusal, ShufflerRefused, Verdict, malfor
 
 _WRITE_BYTES = 2**20  # encrypted at once
 _IDLE_SECONDS = 10.0  # after which a long report may be given up for another
-_RESERVE_BYTES = 128 * 2**10  # of the disk, for the record
+RESERVE_BYTES = 128 * 2**10  # of the disk, for the record
 _NO_DESCRIPTORS = (
     "the shuffler has too many files open: its operator raises the limit (ulimit -n, LimitNOFILE)"
 )
@@ -118,7 +118,7 @@ class Batch:
             os.ftruncate(self._descriptor, length)
             if allocate:
                 disk = os.fstatvfs(self._descriptor)
-                if disk.f_bavail * disk.f_frsize < length + _RESERVE_BYTES:
+                if disk.f_bavail * disk.f_frsize < length + RESERVE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.posix_fallocate(self._descriptor, 0, length)
         except OSError as error:

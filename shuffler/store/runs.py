@@ -10,6 +10,7 @@ Nothing here knows gRPC. Everything is blocking and for one thread.
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from shufl.protocol.mechanisms.summed_reports import whole_noise
 from shufl.protocol.outcomes import RoundOutcome
 from shufl.protocol.plan import Plan
 from shufl.shuffler.config import Limits
-from shufl.shuffler.store.batch import Batch, storage_refusal
+from shufl.shuffler.store.batch import RESERVE_BYTES, Batch, storage_refusal
 from shufl.shuffler.store.open_batches import OpenBatches
 from shufl.shuffler.store.operator_minimum import Floor
 from shufl.shuffler.store.quota import check_round, check_run
@@ -94,6 +95,7 @@ class RunStore:
         self._durable = durable
         self._runs: dict[str, Run] = {}
         self._ended: set[str] = set()
+        self._lacking = 0  # bytes of the last batch, if it was not made
         self._record = RecordFile(directory, durable)
         self.batches = OpenBatches(self._runs, self._randomness)
         try:
@@ -265,6 +267,17 @@ class RunStore:
         if run is not None and run.owner != server:
             raise ShufflerRefused(Refusal.NOT_OWNER)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk has no room for the record, or for a batch that could not be made.
+
+        Any thread may ask. On real machines no number of reports or blankets changes the answer:
+        batches take all their room at once.
+        """
+        disk = os.statvfs(self._directory)
+        free = disk.f_bavail * disk.f_frsize
+        return self._durable and free < RESERVE_BYTES + self._lacking
+
     def record(self, first: int) -> list[str]:
         """The next lines of the public record, from this one on (`shuffler.record`)."""
         return self._record.lines(first)
@@ -307,7 +320,13 @@ class RunStore:
         users, slots = min(run.plan.users, self._limits.users), self._slots_of(run)
         kind = SummedBatch if run.plan.mixing == "sum" else Batch
         about = self._directory, run.report_bytes, users, slots, self._limits.uploads
-        return kind(*about, allocate=self._durable)
+        try:
+            batch = kind(*about, allocate=self._durable)
+        except ShufflerRefused:
+            self._lacking = self._bytes_of(run)
+            raise
+        self._lacking = 0
+        return batch
 
     def _noise(self, plan: Plan, round: int, dimension: int) -> Iterator[tuple[slice, np.ndarray]]:
         """The shuffler's own, of a sum, piece by piece."""

@@ -119,7 +119,7 @@ def test_a_run_goes_on_though_disks_fill_and_a_network_fails(world):
     world.network.whole.clear()
     wait_for_users(world, 6)
     # The second once Flower has missed the node's heartbeats.
-    wait_for_trouble(world, "ward-2", r"no answer within \d+ s|not connected")
+    wait_for_trouble(world, "ward-2", r"no answer within \d+ s|not connected; .*")
     world.network.delay = 0.0
     world.network.whole.set()
     wait_for_users(world, 9)

@@ -132,7 +132,7 @@ class Operators:
         """Types a command of a page, or of a site's README.md, and returns what it prints."""
         readme = self[name].path("README.md")
         pages = [*PAGES, readme.read_text() if readme.exists() else ""]
-        shown = re.sub(r"\b[0-9a-f]{64}\b|\bward-[23]\b", "ward-1", command)
+        shown = re.sub(r"\b[0-9a-f]{64}\b|\bward-[23]\b|(?<=--name )\S+", "ward-1", command)
         shown = re.sub(r" --approve \S+| --yes\b", "", shown)
         assert any(each in page for page in pages for each in (command, shown)), shown
         self.typed.setdefault(name, []).append(command)

@@ -19,10 +19,22 @@ import pytest
 import shufl.server.connected_nodes
 from ports import free_port
 from run_world import LIMIT, json_lines, wait_until
-from server_world import AUTHORITY, NODES, PLAN, SUMS, USERS, WIDTH, WINDOW, Here, Run, SimulatedRun
+from server_world import (
+    AGREED,
+    AUTHORITY,
+    NODES,
+    PLAN,
+    SUMS,
+    USERS,
+    WIDTH,
+    WINDOW,
+    Here,
+    Run,
+    SimulatedRun,
+)
 from shuffler_world import ShufflerHere
 from shufl.clients import Node, node_round
-from shufl.protocol import GaussianMechanism
+from shufl.protocol import AgreedNode, GaussianMechanism
 from shufl.server import MOST_IN_VAIN, Mean, RoundFailed
 from shufl.server.connected_nodes import Fleet
 from shufl.shuffler import ShufflerProcess
@@ -189,16 +201,22 @@ def test_a_big_node_that_is_away_costs_time_and_no_budget(tmp_path, shufflers, m
     monkeypatch.setattr(shufl.server.connected_nodes, "_TELL_SECONDS", 0.1)
     run = Run(tmp_path, shufflers[:1], PLAN.replace(minimum_batch=USERS))
     run.network.here.discard(2)
-    told = []
+    told, troubles = [], {}
 
     def tell(line):
+        if not line:
+            nodes = json.loads((run.folder / "nodes.json").read_text())
+            troubles.update({each["name"]: each["trouble"] for each in nodes})
         told.append((line, run.spent))
         run.network.here.add(2)
 
-    run.play(1, tell=tell)
+    agreed = AGREED | {3: AgreedNode("node-3", 1, None)}
+    run.play(1, tell=tell, agreed=lambda: agreed)
     lacking = f"too few for a round (8 of {USERS} users at {shufflers[0].address})"
-    line = f"waiting for nodes: 2 are there, {lacking}; away: node-1"
+    line = f"waiting for nodes: 2 are there, {lacking}; away: node-1, node-3"
     assert told == [(line, []), ("", [])]
+    assert "shufl doctor there says why: its clock" in troubles["node-1"]
+    assert troubles["node-3"] == "not registered at Flower: shufl register"
     assert [row.users_present for row in run.rows] == [USERS] and run.spent == [1]
 
 
@@ -250,7 +268,10 @@ def test_a_node_that_is_connected_and_dead_is_in_trouble_and_one_at_work_is_not(
     assert dead == sorted(dead, key=bool) and "no answer within" in dead[-1]
 
 
-def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
+@pytest.mark.parametrize("seconds", [0.1, LIMIT], ids=["between", "within"])
+def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path, monkeypatch, seconds):
+    """And is told, also while a shuffler may come back within the round."""
+    monkeypatch.setattr("shufl.server.rounds._TELL_SECONDS", 0.0)
     with tiny_disk_at(tmp_path / "disk") as disk, Here(disk) as shuffler:
         run = Run(tmp_path, [shuffler])
         filler = fill(disk)
@@ -260,7 +281,7 @@ def test_a_full_disk_at_a_shuffler_costs_time_and_no_budget(tmp_path):
             told.append((line, run.spent))
             filler.unlink(missing_ok=True)
 
-        run.play(1, tell=tell, shuffler_seconds=0.1)
+        run.play(1, tell=tell, shuffler_seconds=seconds)
     assert "STORAGE_FULL" in told[0][0] and told[0][1] == []
     assert run.spent == [1]
 

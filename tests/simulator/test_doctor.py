@@ -1,16 +1,20 @@
 """`shufl doctor` in folders of sites that are well, and that are not."""
 
 import contextlib
+import ctypes
 import datetime
 import email.utils
 import http.server
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import ssl
+import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -22,19 +26,24 @@ from prometheus_client.parser import text_string_to_metric_families
 from deployment_world import deployment_of
 from ports import free_port
 from run_world import LIMIT, invoke, refused, shufl, wait_until
+from shuffler_world import ShufflerHere, plan
 from shufl.accounting import Ledger
 from shufl.clients import load_device
 from shufl.deploy.doctor import examine
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.rehearse import Rehearsal
-from shufl.deploy.run_status import status_of
+from shufl.deploy.run_status import health_of, status_of
 from shufl.deploy.server_app import _Waits
-from shufl.deploy.site_files import NodeSite, load_site
+from shufl.deploy.server_site import ServerSite, flower_connection
+from shufl.deploy.site_files import NodeSite, load_site, role_of
+from shufl.deploy.site_templates import changed
 from shufl.learning.config import load
 from shufl.protocol.validation import ConfigError
+from shufl.shuffler import ControlClient, ShufflerRefused
 from shufl.shuffler.callers import Role
 from shufl.shuffler.config import load_config
 from shufl.shuffler.keys import Authority, Request, make_flower_key
+from tiny_disk import fill, tiny_disk_at
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +225,128 @@ def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_pa
                 assert found() == {}, line
 
 
+def installed(site, folder, monkeypatch):
+    """A copy of a site on which install.sh has run, with another /etc and accounts of nobody."""
+    etc, programs = folder / "etc", folder / "programs"
+    monkeypatch.setattr("shufl.deploy.doctor._ETC", etc)
+    place = shutil.copytree(site, folder / "shufl")
+    (place / ".venv").mkdir()
+    programs.mkdir()
+    for name in ("getent", "id", "chown", "chmod", "nft", "systemctl", "setpriv", "stat"):
+        does = {"setpriv": 'shift 3; exec "$@"', "stat": "echo 0"}.get(name, "true")
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).chmod(0o755)
+    return place, lambda: subprocess.run(
+        ["sh"],
+        input=(place / "install.sh").read_text().replace("/etc/", f"{etc}/"),
+        cwd=place,
+        env={"PATH": f"{programs}:{os.environ['PATH']}"},
+        umask=0o077,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize("site", ["server", "shuffler-1"])
+def test_what_root_has_is_compared_with_what_lies_in_the_folder(sites, tmp_path, monkeypatch, site):
+    folder, install = installed(sites / site, tmp_path, monkeypatch)
+
+    def found(what="installed files"):
+        return next((each for each in examine(folder) if each.what == what), None)
+
+    assert found() is None  # before install.sh, and in a container
+    assert found("files for root").trouble == ""
+    install()
+    assert found().trouble == ""
+    for path in (tmp_path / "etc").rglob("*.*"):
+        assert path.stat().st_mode & 0o044 == 0o044, path
+    (own,) = (path for path in folder.glob("*.service") if path.stem != "shufl-run")
+    for path in (own, folder / "nginx.conf"):
+        path.write_text(path.read_text().replace("\n", "\n# another line\n", 1))
+        assert f"is not what {path} says" in found().trouble
+        assert found().fix.startswith("sudo sh install.sh")
+        other = found("files for root")
+        assert "not as this release makes them" in other.trouble and "root runs it" in other.fix
+        install()
+        assert found().trouble == ""
+    (tmp_path / "etc/systemd/system" / own.name).unlink()
+    assert "No such file" in found().trouble
+
+
+@pytest.mark.parametrize(
+    ("site", "name", "old", "new"),
+    [
+        ("server", "install.sh", "umask 022", "umask 022; true"),
+        ("server", "install.sh", "set -eu\n", "set -eu\nlisten $(true);\n"),
+        ("server", "install.sh", "set -eu\n", "set -eu\r"),
+        ("shuffler-1", "shufl-shuffler.service", "NoNewPrivileges=true\n", ""),
+        ("server", "shufl-run.service", "ExecStart=", "ExecStartPre=+/bin/true\nExecStart="),
+        ("server", "shufl-superlink.service", "User=shufl", "User=root"),
+        ("ward-1", "shufl-clientapp.service", "User=shufl-app", "User=shufl"),
+        ("ward-1", "shufl-node.service", "ReadWritePaths=", "ReadWritePaths=/etc "),
+        ("server", "nginx.conf", "return 403", "return 200"),
+        ("shuffler-1", "nginx.conf", "access_log off", "access_log /etc/cron.d/own"),
+        ("ward-1", "nftables.conf", "meta skuid != ", "ct state new meta skuid != "),
+        ("ward-1", "nftables.conf", "root, shufl-app", "root, shufl, another"),
+        ("server", "nftables.conf", "www-data", "www-data, another"),
+        ("ward-1", "shufl-own.service", "", "[Service]\nExecStart=/bin/true\n"),
+    ],
+)
+def test_nothing_is_slipped_in_that_root_would_run(sites, tmp_path, site, name, old, new):
+    """Before install.sh is run, by whoever sends a site's folder."""
+    folder = shutil.copytree(sites / site, tmp_path / "n")
+    assert [*changed(folder, role_of(folder))] == []
+    path = folder / name
+    text = path.read_text() if path.exists() else ""
+    path.write_bytes(text.replace(old, new, 1).encode())
+    (line,) = changed(folder, role_of(folder))
+    assert line.startswith(f"{name}: ")
+
+
+def in_a_network_of_its_own(act):
+    """What a function returns in a thread whose loopback is its own."""
+
+    def alone():
+        if ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET, of this thread
+            pytest.skip("a network of its own is not permitted here")
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        return act()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(alone).result()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network of its own")
+@pytest.mark.skipif(not all(map(shutil.which, ("nft", "ip"))), reason="nft or ip is not installed")
+def test_a_firewall_that_is_not_loaded_is_found_whoever_looks(sites, tmp_path, monkeypatch):
+    """Also where a process listens on all addresses, the one that the firewall answers for too."""
+    server, install = installed(sites / "server", tmp_path, monkeypatch)
+    port = flower_connection(server)[1].split(":")[1]
+    rules = server / "nftables.conf"
+    rules.write_text(rules.read_text().replace("shufl, www-data", "64000, 33"))
+    install()
+    loaded = tmp_path / "etc/shufl/shufl.nft"
+
+    def found():
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with another_program(f"{host}:{port}"):
+                yield next(each for each in examine(server) if each.what == "firewall")
+        yield next(each for each in examine(server) if each.what == "firewall")
+
+    def act():
+        before = [*found()]
+        subprocess.run(["nft", "--file", str(loaded)], check=True)
+        then = [*found()]
+        subprocess.run(["nft", "flush", "ruleset"], check=True)
+        return before, then, [*found()]
+
+    before, then, flushed = in_a_network_of_its_own(act)
+    assert [each.trouble for each in then] == [""] * 3
+    for each in before + flushed:
+        assert each.trouble.startswith("its rules are not loaded")
+        assert each.fix == f"sudo nft --file {loaded}"
+
+
 def test_a_full_disk_of_the_reports_is_not_that_of_the_folder(sites, tmp_path, monkeypatch):
     shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
     file = shuffler / "shuffler.toml"
@@ -229,6 +360,42 @@ def test_a_full_disk_of_the_reports_is_not_that_of_the_folder(sites, tmp_path, m
     assert found.trouble == "0.00 GB are free, at least 1 GB are needed"
     assert found.fix == "make room on the disk of /elsewhere/state"
     assert "disk" not in troubles(shuffler)
+
+
+def test_a_shuffler_whose_disk_is_full_is_told_to_whoever_asks(sites, tmp_path):
+    """Before a write fails, and where a round has not fitted, until there is room."""
+    server = load_site(sites / "server/server.toml", ServerSite)
+    (address,), authority = server.shufflers, Authority.read(sites / "authority")
+
+    def told():
+        """The same by doctor, by what `shufl status` shows, and by the metrics."""
+        found = {each.what: each for each in examine(sites / "server")}[f"shuffler {address}"]
+        assert not found.trouble or found.fix == "ask who runs it to make room"
+        assert health_of(address, server.credentials) == found.trouble
+        up = metrics_of(sites / "server")["shufl_shuffler_up", ("shuffler", address)]
+        assert bool(up) != bool(found.trouble)
+        return found.trouble
+
+    with (
+        tiny_disk_at(tmp_path / "disk") as disk,
+        ShufflerHere(disk / "state", listen=address, authority=authority) as shuffler,
+        ControlClient(address, shuffler.control) as control,
+    ):
+        assert told() == ""
+        filler = fill(disk)
+        full = "STORAGE_FULL: the shuffler's disk is full"
+        assert told() == full
+        filler.unlink()
+        assert told() == ""
+        control.create_run("run", plan(50), 10_000)
+        filler.write_bytes(bytes(2**19))
+        assert told() == ""
+        with pytest.raises(ShufflerRefused, match="STORAGE_FULL"):
+            control.reserve("run")
+        assert told() == full
+        filler.unlink()
+        control.reserve("run")
+        assert told() == ""
 
 
 def test_a_servers_test_records_are_looked_for(sites, tmp_path):
