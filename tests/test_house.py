@@ -19,7 +19,7 @@ MOST_LINES = {
     "protocol": 1188,
     "results": 1352,
     "server": 1135,
-    "shuffler": 3023,
+    "shuffler": 3026,
     "simulator": 2884,
     "src": 1793,
 }

@@ -104,12 +104,15 @@ class Connection:
         The longest wait is `timeout` where `seconds` is None.
         """
         within = self.timeout if seconds is None else seconds
+        before = self._shown
         try:
             yield
         except grpc.RpcError as error:
             details = str(error.details() or error.code().name)
             reason, _, sentence = details.partition(": ")
-            if reason in Refusal.__members__:
+            if reason == Refusal.NOT_PERMITTED.name and (before or self._shown) != self.credentials:
+                details = "the certificate of this call was withdrawn, there is another now"
+            elif reason in Refusal.__members__:
                 raise ShufflerRefused(Refusal[reason], sentence) from error
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 details = f"nothing within {within:g} s"

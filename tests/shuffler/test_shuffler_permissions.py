@@ -40,6 +40,8 @@ from shufl.shuffler import (
 )
 from shufl.shuffler.callers import Caller, Revoked, Role, caller_of
 from shufl.shuffler.keys import Authority, Request
+from shufl.shuffler.wire import shuffler_pb2
+from shufl.shuffler.wire.connection import method_of
 
 AUTHORITY = Authority.create()
 SUBMIT, CHECK = "/shufl.v1.Intake/Submit", "/grpc.health.v1.Health/Check"
@@ -274,6 +276,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path):
         credentials("server"),
         credentials("server"),  # renewed: of the same name
     )
+    now = [server]
     with shuffler_of(config) as child:
         address = listening(child)
 
@@ -286,7 +289,7 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path):
 
         with (
             ControlClient(address, server) as control,
-            ControlClient(address, renewed) as later,
+            ControlClient(address, lambda: now[0]) as later,
             IntakeClient(address, phone) as intake,
             IntakeClient(address, other) as others,
             IntakeClient(address, credentials("node")) as again,
@@ -309,9 +312,13 @@ def test_a_withdrawn_credential_is_nobody_s_on_an_open_connection_too(tmp_path):
             assert list(others.submit(header, [(0, bytes(REPORT_BYTES))])) == accepted
             # Another certificate of the same name is still good.
             assert list(again.submit(header, [(3, bytes(REPORT_BYTES))])) == accepted
+            under_way = method_of(later.connected(), "Control", "CloseRound")
             withdraw("a-node", server.fingerprint, event="credentials read: 2")
             refused(again.submit, header, [(4, bytes(REPORT_BYTES))])
             refused(control.close_round, "run", 1)
+            now[0] = renewed
+            with pytest.raises(ShufflerUnavailable, match="another now"), later.errors():
+                under_way(shuffler_pb2.CloseRoundRequest(run_id="run", round=1))
             withdraw("other", "a b", event="line 2: not a credential's name")
             assert "a b" not in log.read_text()
             revoked.unlink()
