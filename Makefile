@@ -21,7 +21,7 @@ nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; b
 year: .venv/ready  ## a year of a deployment: add, withdraw, renew, rotate, reboot, restore, second run; five minutes
 	$(BIN)/pytest -m nightly tests/integration/test_year.py
 
-machines: .venv/ready  ## six machines, booted by root, and docs/deployment.md's commands and faults on them: 90 minutes
+machines: .venv/ready  ## six machines, booted by root, and docs/deployment.md's commands and faults on them: 100 minutes
 	$(BIN)/pytest -m machines tests/machines
 
 soak: .venv/ready  ## some 100 kills of each party in one process, and kills in a deployment. SHUFL_SOAK_SEED=N: others
