@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
-    "accounting": 3822,
-    "clients": 1175,
-    "deploy": 1978,
+    "accounting": 3819,
+    "clients": 1191,
+    "deploy": 2096,
     "learning": 3184,
-    "protocol": 1187,
+    "protocol": 1204,
     "results": 1348,
-    "server": 1127,
+    "server": 1128,
     "shuffler": 3006,
     "simulator": 2884,
-    "src": 1780,
+    "src": 1826,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

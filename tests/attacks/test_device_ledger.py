@@ -20,6 +20,7 @@ from shufl import accounting
 from shufl.clients import (
     DeviceLedger,
     DeviceLimits,
+    Node,
     RoundRefused,
     SimulatedLedger,
     client_app,
@@ -205,7 +206,7 @@ def test_a_run_has_one_plan_and_its_rounds_rise(tmp_path):
     for given, plan, message in (
         (header(3), PLAN, "round must be above 3, the last that run run offered"),
         (header(2), PLAN, "round must be above 3"),
-        (header(4, plan=other), other, "run run was offered under another plan"),
+        (header(4, plan=other), other, r"another plan \(privacy.check_in_rate: 1.0 here, 0.5 then"),
         (header(4, plan=other), PLAN, "run run was offered under another plan"),
     ):
         with pytest.raises(RoundRefused, match=message):
@@ -244,6 +245,21 @@ def test_what_the_owner_does_not_accept_is_refused_and_not_entered(
     with pytest.raises(RoundRefused, match=message):
         ledger.offer(header(1, plan=plan), plan, 20)
     assert ledger.offered() == []
+
+
+def test_how_a_plan_differs_from_the_last_that_was_accepted_is_in_the_nodes_log_alone(
+    tmp_path, caplog
+):
+    round = Round("127.0.0.1:1", None, None, "second").deployed(tmp_path / "device.db")
+    before = round.plan.replace(rounds=7)
+    owner = limits(accountant="local", most_epsilon=1e9, plans=(before.digest(),))
+    ledger = DeviceLedger(tmp_path / "device.db", owner)
+    ledger.offer(header(1, "first", before), before, 7)
+    node = Node(round.change(device=ledger) or round.settings)
+    with pytest.raises(RoundRefused, match=r"^this device does not take part in this run$"):
+        node.accept_run("second")
+    (told,) = caplog.messages
+    assert "(privacy.rounds: 50 here, 7 before); shufl device accept run.toml" in told
 
 
 OFFERS = """
