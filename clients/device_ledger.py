@@ -235,6 +235,9 @@ class SimulatedLedger:
                     f"the device's ledger {path} is lost, and with it what its users were charged; "
                     f"whoever has set that right (docs/recovery.md) removes {begun}"
                 )
+            if create:  # undoes what a process that was killed has left, which no reader may do
+                with self._rows("rw") as rows:
+                    rows.execute("SELECT * FROM runs")
             self.offered()
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3819,
-    "clients": 1191,
+    "clients": 1194,
     "deploy": 2096,
     "learning": 3184,
     "protocol": 1204,

@@ -294,6 +294,25 @@ def test_what_was_offered_survives_kill_9(tmp_path):
             SimulatedLedger(path).offer(header(number), PLAN, 10**5)
 
 
+def test_a_ledger_that_was_left_amid_a_write_begins_without_it(tmp_path):
+    """As after a loss of power: what was not committed is undone, and all else is there."""
+    ledger, left = DeviceLedger(tmp_path / "device.db", limits()), tmp_path / "left"
+    ledger.offer(header(1), PLAN, 20)
+    left.mkdir()
+    with closing(sqlite3.connect(ledger.path, isolation_level=None)) as rows:
+        rows.execute("PRAGMA cache_size = 1")  # so that pages are written before the end
+        rows.execute("BEGIN IMMEDIATE")
+        values = [("run", number, "c" * 64) for number in range(2, 3000)]
+        rows.executemany("INSERT INTO rounds VALUES (?, ?, ?)", values)
+        for path in tmp_path.glob("device.db*"):
+            shutil.copy(path, left)
+    assert (left / "device.db-journal").stat().st_size > 0
+    again = DeviceLedger(left / "device.db", limits())
+    assert again.commitments() == ledger.commitments()
+    again.offer(header(2), PLAN, 20)
+    assert len(again.commitments()) == 2
+
+
 def test_no_deployed_node_has_a_ledger_without_an_owners_limits(tmp_path):
     round, never = Round("127.0.0.1:1", None, None, "run"), threading.Event()
     unlimited = SimulatedLedger(tmp_path / "device.db")
