@@ -196,7 +196,7 @@ class Ledger:
                 if plan is not None and parsed.content.plan != plan:
                     raise LedgerError(
                         f"ledger {path} belongs to plan {parsed.content.plan.digest()[:12]}, "
-                        f"not {plan.digest()[:12]}"
+                        f"not {plan.digest()[:12]}: {plan.differs(parsed.content.plan)}"
                     )
                 ledger = cls(path, descriptor, parsed.content, parsed.check)
                 if parsed.torn:

@@ -84,11 +84,6 @@ class PrivacyPlan(Plan):
         pricing = self.make_accountant(name)
         return float(pricing.epsilon_after(self.event(), self.delta, count)) if count else 0.0
 
-    def section(self) -> dict[str, Any]:
-        """Returns the plan as the section `[privacy]` of a configuration has it: without n."""
-        values = dict(self) | dict(self.mechanism) | {"mechanism": self.mechanism.name}
-        return {name: values[name] for name in Privacy.model_fields if values.get(name) is not None}
-
     def to_json(self) -> str:
         """Returns JSON in one form only: fields in order, no spaces, shortest exact floats."""
         return self.model_dump_json()

@@ -42,7 +42,7 @@ def ready(node: Node, asked: RecordDict, number: int, users: np.ndarray) -> Reco
     """
     (about,) = _records(asked, "round")
     question = Question.read(about)
-    node.agree(question.run_id, question.plan_digest)
+    node.agree(question.run_id, question.plan_digest, question.plan)
     node.check_frozen(question.frozen)
     node.accept_run(question.run_id, number)
     said = {"number": number, "users": len(users), "shuffler": node.shuffler_of(number)}

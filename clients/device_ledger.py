@@ -19,7 +19,7 @@ import hashlib
 import math
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,15 +92,21 @@ class DeviceLimits(Checked):
         description="a list of SHA-256 digests, 64 hexadecimal digits each",
     )
 
-    def check(self, plan: PrivacyPlan) -> None:
+    def check(self, plan: PrivacyPlan, runs: Sequence[RunOffered] = ()) -> None:
         """Refuses a plan that the owner does not accept.
 
         Raises:
-            RoundRefused: one line that names the limit.
+            RoundRefused: one line that names the limit, and how the last of the `runs` whose plan
+                was accepted differs.
         """
         noise = plan.mechanism.noise_multiplier
         if self.plans and plan.digest() not in self.plans:
-            raise RoundRefused(f"the device's owner has not accepted the plan {plan.digest()}")
+            accepted = [run.plan for run in runs if run.plan.digest() in self.plans]
+            differs = f" ({plan.differs(accepted[-1], there='before')})" if accepted else ""
+            raise RoundRefused(
+                f"the device's owner has not accepted the plan {plan.digest()}{differs}; "
+                "shufl device accept run.toml shows and accepts it"
+            )
         if noise < self.least_noise:
             raise RoundRefused(
                 f"the device's owner accepts noise multipliers of at least {self.least_noise:g}, "
@@ -159,8 +165,12 @@ class DeviceLimits(Checked):
                 f"the device's owner counts on other users ({self.accountant}), and nobody "
                 f"enforces least_present of a plan with accountant {run.plan.accountant}"
             )
-        delta = self.delta * 6.0 / (math.pi * run.number) ** 2
+        delta = self.share(run.number)
         return _epsilon(self.accountant, self.adjacency, run.plan, run.allotted, delta)
+
+    def share(self, number: int) -> float:
+        """The share of δ that the device's run of this number has, counted from 1."""
+        return self.delta * 6.0 / (math.pi * number) ** 2
 
 
 @functools.lru_cache(maxsize=2**16)  # each offer asks for all runs
@@ -225,6 +235,9 @@ class SimulatedLedger:
                     f"the device's ledger {path} is lost, and with it what its users were charged; "
                     f"whoever has set that right (docs/recovery.md) removes {begun}"
                 )
+            if create:  # undoes what a process that was killed has left, which no reader may do
+                with self._rows("rw") as rows:
+                    rows.execute("SELECT * FROM runs")
             self.offered()
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}") from None
@@ -294,7 +307,8 @@ class SimulatedLedger:
         new = RunOffered(len(runs) + 1, run_id, plan, rounds)
         run = known.setdefault(run_id, new)
         if run.plan != plan:
-            raise RoundRefused(f"run {run_id} was offered under another plan")
+            differs = plan.differs(run.plan, there="then")
+            raise RoundRefused(f"run {run_id} was offered under another plan ({differs})")
         self._ask_owner(plan, list(known.values()), new=run is new)
         return run
 
@@ -371,7 +385,7 @@ class DeviceLedger(SimulatedLedger):
         super().__init__(path, create)
 
     def _ask_owner(self, plan: PrivacyPlan, runs: list[RunOffered], new: bool) -> None:
-        self.limits.check(plan)
+        self.limits.check(plan, runs)
         self.limits.check_runs(runs, new)
 
 

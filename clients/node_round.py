@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
@@ -28,7 +30,7 @@ from shufl.protocol.mechanisms import (
     simulated_allocation_key,
 )
 from shufl.protocol.mechanisms.summed_reports import masked, new_seed, whole_noise, whole_update
-from shufl.protocol.plan import shuffler_of
+from shufl.protocol.plan import Plan, shuffler_of
 from shufl.protocol.validation import Record, Seconds
 from shufl.shuffler import (
     Credentials,
@@ -58,6 +60,7 @@ class ReportFailed(RuntimeError):
 _RunId = Annotated[str, Field(pattern="^[ -~]{1,256}$")]  # ASCII; no shuffler takes a longer one
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _LONGEST_KEY = 1216  # bytes: that of the post-quantum hybrid
+_LONGEST_PLAN, _LONGEST_REFUSAL = 4096, 300  # characters
 
 
 class _Said(Record):
@@ -82,6 +85,7 @@ class Question(_Said):
     """What the server asks before the first round: whether a node agrees.
 
     Attributes:
+        plan: the server's, as JSON; where it is another than the node's, its keys are named.
         frozen: the `frozen_digest` of the server's model.
     """
 
@@ -89,6 +93,7 @@ class Question(_Said):
 
     run_id: _RunId
     plan_digest: _Digest
+    plan: Annotated[str, Field(max_length=_LONGEST_PLAN)] = ""
     frozen: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
 
 
@@ -159,8 +164,10 @@ class Node:
     def _frozen(self) -> str:
         return frozen_digest(self._work.model)
 
-    def agree(self, run_id: str, plan_digest: str) -> None:
+    def agree(self, run_id: str, plan_digest: str, plan: str = "") -> None:
         """Refuses a run or a plan that is not this client's.
+
+        The server is told which keys of the `plan`, its own as JSON, differ from this client's.
 
         Raises:
             RoundRefused: it is another run or plan.
@@ -168,7 +175,11 @@ class Node:
         if self._policy.run_id not in (None, run_id):
             raise RoundRefused(f"run must be {self._policy.run_id}, got {run_id}")
         if plan_digest != self._plan_digest:
-            raise RoundRefused(f"privacy plan must be {self._plan_digest}, got {plan_digest}")
+            told = f"privacy plan must be {self._plan_digest[:12]}, got {plan_digest[:12]}"
+            with suppress(ValueError):  # where the server says no plan
+                server = Plan.from_json(plan)
+                told += f": {self.settings.plan.differs(server, 'at the node', 'at the server')}"
+            raise RoundRefused(textwrap.shorten(told, _LONGEST_REFUSAL, placeholder=" …"))
 
     def check_frozen(self, digest: str) -> None:
         """Refuses a run of a model whose frozen parameters are others than this client's.

@@ -228,7 +228,8 @@ class _Examination:
             fix = "a longer window.work_until, or mend data in node.toml"
             with self.look("work", fix) as shown:
                 shown.append(f"needs a window.work_until of {work.seconds():.2g} s")
-        fix = "nothing, if no further run is meant; else device.toml, if its owner agrees"
+        accept = f"shufl device accept {site.config} {self._folder}"
+        fix = f"nothing, if no further run is meant; else {accept}, if its owner agrees"
         with self.look("owner's limits", fix):
             _check_limits(site)
         with self.look("socket", "move the folder to a shorter path, such as /srv/shufl"):
@@ -431,8 +432,8 @@ def _check_limits(site: NodeSite) -> None:
     from shufl.deploy.node import agreed_plan
 
     (path, limits), plan = read_device(Path(site.device)), agreed_plan(load(site.config))
-    limits.check(plan)
     runs = runs_of(path, limits)
+    limits.check(plan, runs)
     if new := not any(run.plan == plan and run.offered < run.allotted for run in runs):
         runs.append(RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
     limits.check_runs(runs, new)

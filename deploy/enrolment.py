@@ -42,6 +42,7 @@ class Provisioned:
     Attributes:
         sites: all of them.
         made: sites whose folders are new.
+        changed: by site, files that are made anew, which nobody has changed since they were made.
         kept: files that would be others by now, and stay as they are.
         short: by shuffler, how many users its nodes speak for, where no release is made of so few.
         signed: requests that were signed, and Flower keys that the server is told of.
@@ -55,6 +56,7 @@ class Provisioned:
 
     sites: list[Site] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
+    changed: dict[str, list[str]] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     short: dict[str, int] = field(default_factory=dict)
     signed: list[str] = field(default_factory=list)
@@ -77,8 +79,10 @@ class Enrolment:
         Certificates are valid for at most `days`.
 
         Raises:
-            ValueError, OSError: they, or their log, cannot be read or made.
+            ValueError, OSError: they, or their log, cannot be read or made; or two nodes have one
+                key for Flower.
         """
+        _check_flower_keys(out, deployment)
         self.done = Provisioned()
         self._deployment, self._out, self._approve, self._days = deployment, out, approve, days
         self._hosts = {each.name: each.host for each in deployment.shufflers}
@@ -110,6 +114,38 @@ class Enrolment:
             names = ", ".join(known) or "none yet"
             raise ConfigError(f"--forget must name a key that was signed ({names}), got {name}")
         self._log("forgot", name=name, key=known[name])
+
+    def write(self, site: Site) -> None:
+        """Writes a site's files; one that somebody has changed since it was written stays.
+
+        So does `device.toml` of a node that was signed a certificate: its owner alone knows what
+        the ledger has charged (`shufl device accept`).
+        """
+        folder = self._out / site.name
+        if not folder.exists():
+            self.done.made.append(site.name)
+        signed = {each["name"] for each in self._lines if each["did"] == "signed"}
+        logged = [each["files"] for each in self._lines if each["did"] == "wrote"]
+        before = {path: digest for files in logged for path, digest in files.items()}
+        wrote: dict[str, str] = {}
+        for name, text in site.files.items():
+            path, full = folder / name, f"{site.name}/{name}"
+            new = hashlib.sha256(text.encode()).hexdigest()
+            here = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+            if here not in ("", new):
+                if name == "device.toml" and site.name in signed:
+                    continue
+                if here != before.get(full):
+                    self.done.kept.append(full)
+                    continue
+                self.done.changed.setdefault(site.name, []).append(name)
+            if here != new:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, text.encode())
+            if before.get(full) != new:
+                wrote[full] = new
+        if wrote:
+            self._log("wrote", name=site.name, files=wrote)
 
     def look_back(self) -> None:
         """Says which valid certificates of the log are no longer meant, also of earlier calls."""
@@ -235,6 +271,7 @@ class Enrolment:
 _LOGGED = {
     "signed": ("name", "key", "request", "certificate", "until"),
     "forgot": ("name", "key"),
+    "wrote": ("files",),
 }
 """What lines of the log have that are read again, by what was done."""
 
@@ -255,6 +292,21 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}: line {number} is damaged; remove it, or restore") from None
         lines.append(line)
     return lines
+
+
+def _check_flower_keys(out: Path, deployment: Deployment) -> None:
+    """Refuses a key for Flower that two nodes have, also one of a node that was withdrawn.
+
+    Raises:
+        ConfigError: names both.
+    """
+    holders: dict[tuple[bytes, ...], Path] = {}
+    for path in (out / node.name / "keys/flower.pub" for node in deployment.nodes):
+        key = tuple(path.read_bytes().split()[:2]) if path.exists() else (bytes(path),)
+        if (other := holders.setdefault(key, path)) != path:
+            raise ConfigError(
+                f"{path} is the same key as {other}: each node makes its own (shufl keys flower)"
+            )
 
 
 def _share(name: str) -> float:

@@ -1,7 +1,8 @@
 """`shufl provision`: one folder for each site of a deployment, and certificates for what they ask.
 
 It may be run again at any time, and makes what is missing: a new node's folder, a certificate for
-a request that has come. What is there already stays as it is.
+a request that has come. Files that are others by now are made anew, unless somebody has changed
+them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tomli_w
 from shufl.accounting import PrivacyPlan
 from shufl.clients import DeviceLimits
 from shufl.clients.device_ledger import RunOffered
+from shufl.deploy.acceptance import enough
 from shufl.deploy.deployment import Deployment, Process, ShufflerEntry, Site, run_process
 from shufl.deploy.enrolment import AGREED_FILE, Approve, Enrolment, Provisioned
 from shufl.deploy.server_app import deployed_experiment
@@ -26,7 +28,6 @@ from shufl.learning.data.features import data_digest
 from shufl.learning.data.files import RecordFile
 from shufl.learning.data.partition import load_partition
 from shufl.learning.your_code import is_carried
-from shufl.protocol.files import write_whole
 from shufl.protocol.plan_fields import AccountantName
 from shufl.protocol.text import rounded_down
 from shufl.protocol.validation import ConfigError
@@ -44,7 +45,7 @@ def provision(
     forget: Sequence[str] = (),
     in_place: bool = False,
 ) -> Provisioned:
-    """Makes what is missing of a deployment's folders, and signs for the keys that are approved.
+    """Makes what is missing or has changed of a deployment, and signs for approved keys.
 
     The configuration's path is relative to `base`, where the deployment's file is. `out` gets a
     folder for each site, and the two authorities. Certificates are valid for at most `days`. The
@@ -75,16 +76,7 @@ def provision(
     done.short = {name: users for name, users in crowds.items() if users < plan.fewest_present}
     done.sites = _Sites(deployment, experiment, base, out if in_place else None).all()
     for site in done.sites:
-        folder = out / site.name
-        if not folder.exists():
-            done.made.append(site.name)
-        for name, text in site.files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                write_whole(path, text.encode())
-            elif path.read_text(encoding="utf-8") != text:
-                done.kept.append(f"{site.name}/{name}")
+        enrolment.write(site)
         enrolment.sign(site.name, site.requests)
     enrolment.tell_server()
     enrolment.look_back()
@@ -249,7 +241,7 @@ def _device(plan: PrivacyPlan, rounds: int) -> str:
         most_epsilon=1.0, delta=plan.delta, accountant=accountant, adjacency=plan.adjacency
     )
     charge = limits.charge(RunOffered(1, "", plan, rounds))
-    told: dict[str, Any] = {"ledger": "device.db", "most_epsilon": float(f"{charge * 1.01:.3g}")}
+    told: dict[str, Any] = {"ledger": "device.db", "most_epsilon": enough(charge)}
     told |= limits.model_dump(include={"delta", "accountant", "adjacency"})
     told |= {"most_rounds": rounds} if rounds > limits.most_rounds else {}
     work_until = 0.0 if plan.window is None else plan.window.work_until

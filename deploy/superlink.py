@@ -223,7 +223,7 @@ def go_on(connection: str, site_path: Path, config: Config, runs: Path) -> str:
             f"{folder} --on {connection} goes on with it"
         )
     if ended.get("stopped_by", "interrupt") != "interrupt":
-        print(f"{folder} has ended: {ended['stopped_by']}")
+        print(f"{folder} has ended: {ended['stopped_by']}; a further run needs another name")
         return ended["stopped_by"]
     entries, rows = Ledger.read(ledger).entries, read_rows(folder / "metrics.jsonl")
     released = {row["round"] for row in rows if row["outcome"] == RoundOutcome.RELEASED}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -246,6 +247,25 @@ class Plan(Checked):
             longest = self.longest_sum(self.users, dimension)
             check_sums(longest, own, central, of_node, dimension)
 
+    def section(self) -> dict[str, Any]:
+        """Returns the plan as the section `[privacy]` of a configuration has it: without n."""
+        values = dict(self) | dict(self.mechanism) | {"mechanism": self.mechanism.name}
+        names = fields.Privacy.model_fields
+        return {name: values[name] for name in names if values.get(name) is not None}
+
+    def by_key(self) -> dict[str, Any]:
+        """Returns all its values by their keys in a configuration, such as `privacy.rounds`."""
+        values = {f"privacy.{name}": value for name, value in self.section().items()}
+        values |= {f"window.{name}": value for name, value in self.window or ()}
+        if self.window is not None:
+            values["data.most_records"] = values.pop("window.most_records")
+        return values | {"data.users": self.users}
+
+    def differs(self, other: Plan, here: str = "here", there: str = "there") -> str:
+        """Returns the keys that differ, with both values: `privacy.rounds: 8 here, 9 there`."""
+        pairs = differing(self.by_key(), other.by_key()).items()
+        return "; ".join(f"{key}: {own} {here}, {others} {there}" for key, (own, others) in pairs)
+
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Returns the plan that `to_json` wrote.
@@ -257,6 +277,12 @@ class Plan(Checked):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise ValueError(f"privacy plan: {first_mistake(error, cls)}") from None
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns both values of every key whose values differ; None where one has none."""
+    pairs = {key: (one.get(key), other.get(key)) for key in [*one, *other]}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 _Node = TypeVar("_Node", int, np.ndarray)

@@ -293,6 +293,7 @@ class Fleet:
             about = {
                 "run_id": self.settings.run_id,
                 "plan_digest": self.settings.plan.digest(),
+                "plan": self.settings.plan.to_json(),
                 "frozen": self._frozen,
             }
             greeting = greet(self._grid, sorted(new), about, self._seconds_to_answer())

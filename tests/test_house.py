@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
-    "accounting": 3822,
-    "clients": 1177,
-    "deploy": 2127,
+    "accounting": 3819,
+    "clients": 1196,
+    "deploy": 2245,
     "learning": 3184,
-    "protocol": 1188,
+    "protocol": 1205,
     "results": 1352,
-    "server": 1135,
+    "server": 1136,
     "shuffler": 3026,
     "simulator": 2884,
-    "src": 1793,
+    "src": 1839,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import get_args
 
 import attrs
@@ -13,7 +14,7 @@ from rounds import check_in, make_plan
 from shufl import accounting
 from shufl.protocol import Allocation, RandomisedResponse, shuffler_of
 from shufl.protocol.mechanisms import MECHANISMS
-from shufl.protocol.plan import Plan
+from shufl.protocol.plan import Plan, Times, differing
 from shufl.protocol.plan_fields import AccountantName, Adjacency, MechanismName, Privacy
 from shufl.protocol.validation import words_of
 
@@ -63,6 +64,39 @@ def test_a_value_out_of_range_is_refused_in_one_line(change, message):
     with pytest.raises(ValueError, match=message) as caught:
         accounting.PrivacyPlan(**{"mechanism": {"name": "gaussian"} | mechanism} | values)
     assert "\n" not in str(caught.value)
+
+
+WINDOW = {"most_records": 9}
+ALLOTTED = {"participation": "allocation", "accountant": "local"}
+OF_SUMS = {"mixing": "sum", "cover": True, "accountant": "sum-central", "central_noise": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        *(({name: 2e-5}, {f"privacy.{name}"}) for name in ("delta", "target_epsilon")),
+        *(({name: 7}, {f"privacy.{name}"}) for name in ("rounds", "minimum_batch")),
+        *(({name: 7}, {f"privacy.{name}"}) for name in ("least_present", "shuffler_blankets")),
+        *(({name: 0.7}, {f"privacy.{name}"}) for name in ("check_in_rate", "clip_norm")),
+        ({"noise_multiplier": 7.0}, {"privacy.noise_multiplier"}),
+        ({"adjacency": "zero-out"}, {"privacy.adjacency"}),
+        ({"cover": True}, {"privacy.cover"}),
+        (ALLOTTED, {f"privacy.{name}" for name in ALLOTTED}),
+        (OF_SUMS, {f"privacy.{name}" for name in OF_SUMS}),
+        ({"users": 60_001, "least_present": 60_000}, {"data.users"}),
+        ({"window": WINDOW | {"grace": 7.0}}, {"window.grace"}),
+        ({"window": {"most_records": 7}}, {"data.most_records"}),
+    ],
+)
+def test_every_value_that_makes_another_digest_is_named_by_its_key(change, keys):
+    plan = make_plan(**GOOD | {"window": WINDOW})
+    other = make_plan(**GOOD | {"window": WINDOW} | change)
+    assert differing(plan.by_key(), other.by_key()).keys() == keys
+    told = plan.differs(other).split("; ")
+    assert {each.partition(":")[0] for each in told} == keys
+    assert all(re.fullmatch(r"[\w.]+: \S+ here, \S+ there", each) for each in told)
+    assert plan.differs(plan) == ""
+    assert {*plan.by_key()} >= {f"window.{key}" for key in Times.model_fields}
 
 
 def test_values_without_names_are_refused_in_one_line():

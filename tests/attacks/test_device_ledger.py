@@ -20,6 +20,7 @@ from shufl import accounting
 from shufl.clients import (
     DeviceLedger,
     DeviceLimits,
+    Node,
     RoundRefused,
     SimulatedLedger,
     client_app,
@@ -205,7 +206,7 @@ def test_a_run_has_one_plan_and_its_rounds_rise(tmp_path):
     for given, plan, message in (
         (header(3), PLAN, "round must be above 3, the last that run run offered"),
         (header(2), PLAN, "round must be above 3"),
-        (header(4, plan=other), other, "run run was offered under another plan"),
+        (header(4, plan=other), other, r"another plan \(privacy.check_in_rate: 1.0 here, 0.5 then"),
         (header(4, plan=other), PLAN, "run run was offered under another plan"),
     ):
         with pytest.raises(RoundRefused, match=message):
@@ -246,6 +247,21 @@ def test_what_the_owner_does_not_accept_is_refused_and_not_entered(
     assert ledger.offered() == []
 
 
+def test_how_a_plan_differs_from_the_last_that_was_accepted_is_in_the_nodes_log_alone(
+    tmp_path, caplog
+):
+    round = Round("127.0.0.1:1", None, None, "second").deployed(tmp_path / "device.db")
+    before = round.plan.replace(rounds=7)
+    owner = limits(accountant="local", most_epsilon=1e9, plans=(before.digest(),))
+    ledger = DeviceLedger(tmp_path / "device.db", owner)
+    ledger.offer(header(1, "first", before), before, 7)
+    node = Node(round.change(device=ledger) or round.settings)
+    with pytest.raises(RoundRefused, match=r"^this device does not take part in this run$"):
+        node.accept_run("second")
+    (told,) = caplog.messages
+    assert "(privacy.rounds: 50 here, 7 before); shufl device accept run.toml" in told
+
+
 OFFERS = """
 import itertools, sys
 from pathlib import Path
@@ -276,6 +292,25 @@ def test_what_was_offered_survives_kill_9(tmp_path):
     for number in (1, answered):
         with pytest.raises(RoundRefused, match="round must be above"):
             SimulatedLedger(path).offer(header(number), PLAN, 10**5)
+
+
+def test_a_ledger_that_was_left_amid_a_write_begins_without_it(tmp_path):
+    """As after a loss of power: what was not committed is undone, and all else is there."""
+    ledger, left = DeviceLedger(tmp_path / "device.db", limits()), tmp_path / "left"
+    ledger.offer(header(1), PLAN, 20)
+    left.mkdir()
+    with closing(sqlite3.connect(ledger.path, isolation_level=None)) as rows:
+        rows.execute("PRAGMA cache_size = 1")  # so that pages are written before the end
+        rows.execute("BEGIN IMMEDIATE")
+        values = [("run", number, "c" * 64) for number in range(2, 3000)]
+        rows.executemany("INSERT INTO rounds VALUES (?, ?, ?)", values)
+        for path in tmp_path.glob("device.db*"):
+            shutil.copy(path, left)
+    assert (left / "device.db-journal").stat().st_size > 0
+    again = DeviceLedger(left / "device.db", limits())
+    assert again.commitments() == ledger.commitments()
+    again.offer(header(2), PLAN, 20)
+    assert len(again.commitments()) == 2
 
 
 def test_no_deployed_node_has_a_ledger_without_an_owners_limits(tmp_path):

@@ -15,6 +15,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictMessage
 
 from deployment_world import deployment_of
 from nights import by_night
+from rounds import make_plan
 from run_world import LIMIT, peak_bytes, wait_until
 from shufl.clients import RoundRefused
 from shufl.clients.node_process import _Reader
@@ -24,6 +25,12 @@ from shufl.deploy.rehearse import Rehearsal
 from shufl.deploy.site_files import NodeSite, load_site
 
 FORGED = "x\n2026-11-25 12:00:00,000 INFO forged\r\x1b[2Jforged\x9b2J\u202eforged\u2028forged"
+OTHER = make_plan(
+    users=10**12, noise_multiplier=1.2345678901, clip_norm=2.345678901, check_in_rate=1e-3,
+    rounds=10**5, delta=1.2345678901e-5, target_epsilon=9.87654321, minimum_batch=3,
+    adjacency="zero-out", shuffler_blankets=1234.5678901, accountant="crowd",
+).to_json()  # fmt: skip
+"""A plan whose keys all differ, in many digits."""
 EVENT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) [ -~…]*")
 
 
@@ -129,7 +136,8 @@ def test_nothing_that_a_server_says_forges_a_line_of_the_log_or_makes_it_long(de
     longer = ArrayRecord(own | {"w\x1b" + "n" * 9000: torch.zeros(1)})
     changed_questions = (
         {"run_id": FORGED}, {"run_id": "r" * 10_000}, {"plan_digest": FORGED}, {FORGED: 1},
-        {"plan_digest": "0" * 10_000}, {"plan_digest": ["0" * 64] * 100},
+        {"plan_digest": "0" * 10_000}, {"plan_digest": ["0" * 64] * 100}, {"plan": "0" * 10_000},
+        *({"plan_digest": "0" * 64, "plan": each} for each in (FORGED, "[" * 4000, OTHER)),
     )  # fmt: skip
     changed_rounds = (
         {"run_id": FORGED}, {"public_key": b"k" * 10_000}, {"public_key": FORGED}, {"round": -1},

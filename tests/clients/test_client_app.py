@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord
 from torch import nn
 
 from client_world import DIMENSION, USERS, WIDTH, make_model, records, reply_content
@@ -136,6 +137,25 @@ def test_a_round_that_was_not_agreed_is_refused_before_any_coin(make_round, chan
     with pytest.raises(RoundRefused, match=message):
         round.announce(**changes)
     assert round.released() == []
+
+
+def test_a_plan_that_is_another_is_refused_by_the_keys_that_differ(make_round):
+    """The server, which has said its plan, is told them; what it says has no room for more."""
+    round = make_round()
+    own, other = round.plan, round.plan.replace(rounds=49, shuffler_blankets=7.0)
+    digests = f"privacy plan must be {own.digest()[:12]}, got {other.digest()[:12]}"
+    about = {"run_id": round.header.run_id, "plan_digest": other.digest()}
+    keys = "privacy.rounds: 50 at the node, 49 at the server; "
+    keys += "privacy.shuffler_blankets: 0.0 at the node, 7.0 at the server"
+    for plan, told in (
+        (other.to_json(), f"{digests}: {keys}"),
+        ("", digests),
+        ('{"users":', digests),
+        ("{" * 4097, "the run's announcement is malformed"),
+    ):
+        with pytest.raises(RoundRefused) as refused:
+            round.deliver("query", {"round": ConfigRecord(about | {"plan": plan})}, 1)
+        assert str(refused.value) == told
 
 
 def test_the_clients_own_accountant_ends_the_rounds(make_round, tmp_path):

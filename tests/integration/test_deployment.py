@@ -80,7 +80,11 @@ def test_an_operator_sees_who_is_waited_for_and_a_run_outlives_its_commands_and_
         assert world.rounds_spent == [*range(1, 9)]
         assert {row["users_present"] for row in world.rows} <= {0, 3, 6}
         world.run(*service)
-        assert world.finish() == (0, f"{world.run_folder} has ended: rounds\n", "")
+        assert world.finish() == (
+            0,
+            f"{world.run_folder} has ended: rounds; a further run needs another name\n",
+            "",
+        )
         outcome = world.run_folder / OUTCOME_FILE
         outcome.write_text(json.dumps({"error": "nothing is well", "attempt": "1"}))
         world.run(*service)

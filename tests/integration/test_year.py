@@ -193,26 +193,36 @@ def test_a_year(tmp_path):
         for path in device.parent.glob("device.db*"):
             path.unlink()
         limits = tomllib.loads(device.read_text())
-        accepted, delta = limits["most_epsilon"], limits["delta"]
-        year.limit("ward-3", most_epsilon=accepted - charged, delta=delta * 0.6 / (1 + 1))
+        most, delta = limits["most_epsilon"], limits["delta"]
+        year.limit("ward-3", most_epsilon=most - charged, delta=delta * 0.6 / (1 + 1))
         year.start("ward-3", "node")
 
-        # Another run is begun with the same users.
-        text = (year.server / "run.toml").read_text()
-        (year.server / "second.toml").write_text(text.replace('name = "wards"', 'name = "second"'))
-        year.run("second.toml", "--continue")
-        wait_until(lambda: year.run_folder != first, LIMIT, "the second run")
-        refused = "this device does not take part"
+        # Another run is begun with the same users, by another plan: docs/second-run.md.
         names = "ward-1", "ward-3"
-        waiting = [f"{name}: {refused}" for name in names]
+        text = (year.base / "run.toml").read_text()
+        second = text.replace('name = "wards"', 'name = "second"')
+        second = second.replace("noise_multiplier = 1.0", "noise_multiplier = 1.25")
+        (year.base / "run.toml").write_text(second)
+        done = year.provision(nobody)
+        assert done.changed == {site: ["run.toml"] for site in ("server", *names)}
+        assert done.kept == ["shuffler-1/revoked"]  # which is its operator's
+        year.go_on()
+        wait_until(lambda: year.run_folder != first, LIMIT, "the second run")
+        differs = "privacy.noise_multiplier: 1.0 at the node, 1.25 at the server"
+        wait_until(lambda: differs in year.shown, LIMIT, "ward-1's word of its former plan")
+        for name in names:
+            year.kill_process(name, "node")  # and it starts with the new one, as ward-3 may have
+        waiting = [f"{name}: this device does not take part in this run" for name in names]
         wait_until(lambda: all(each in year.shown for each in waiting), LIMIT, "owners' refusals")
         assert not year.rows
         year.command.send_signal(signal.SIGTERM)
         assert year.finish()[0] == 130, year.tell()
         for name in names:
-            year.limit(name, most_epsilon=3 * accepted)
+            run = year.folder / name / "run.toml"
+            accepted = invoke("device accept", run, run.parent, "--yes")
+            assert accepted.exit_code == 0, accepted.stderr
             year.kill_process(name, "node")
-        year.run("second.toml", "--continue")
+        year.go_on()
         year.wait_for_users(6)
 
         log = year.folder / "authority/log.jsonl"

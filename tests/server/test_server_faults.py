@@ -124,6 +124,14 @@ def test_a_node_of_another_version_is_told(tmp_path, shufflers, monkeypatch):
     assert run.spent == []
 
 
+def test_a_node_of_another_plan_says_which_key_differs(tmp_path, shufflers):
+    run = SimulatedRun(tmp_path, shufflers[:1])
+    run.plan = PLAN.replace(rounds=PLAN.rounds + 1)
+    differs = f"privacy.rounds: {PLAN.rounds} at the node, {PLAN.rounds + 1} at the server"
+    with pytest.raises(RoundFailed, match=f"did not get ready: privacy plan must .*: {differs}$"):
+        run.play(1)
+
+
 def test_a_shuffler_whose_sums_lack_its_noise_is_named_beside_every_round(tmp_path, monkeypatch):
     monkeypatch.setattr(RunStore, "_noise", lambda *about: iter(()))
     with Here() as shuffler:

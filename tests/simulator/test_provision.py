@@ -293,6 +293,11 @@ def test_the_authority_keeps_a_log_of_what_it_did(base):
     log = base / "sites/authority/log.jsonl"
     lines = json_lines(log)
     assert all(line["by"] and line["time"].endswith("Z") for line in lines)
+    wrote = {name: hash for line in lines for name, hash in line.get("files", {}).items()}
+    files = {name: hashlib.sha256((base / "sites" / name).read_bytes()) for name in wrote}
+    assert wrote == {name: content.hexdigest() for name, content in files.items()}
+    assert {"server/run.toml", "ward-2/device.toml", "shuffler-1/revoked"} <= {*wrote}
+    lines = [line for line in lines if line["did"] != "wrote"]
     told = [(line["did"], line["name"]) for line in lines]
     assert told[:2] == [("made", "authority"), ("made", "authority-flower")]
     assert set(told[2:7]) == {("signed", name) for name in (*keys, "superlink")}
@@ -302,7 +307,7 @@ def test_the_authority_keeps_a_log_of_what_it_did(base):
     assert node["key"] == Request.read(keys["ward-1"] / "ward-1.csr").fingerprint
     with log.open("a") as file:
         file.write('{"did": "sig')
-    with pytest.raises(ConfigError, match=r"log.jsonl: line 11 is damaged; remove it, or restore"):
+    with pytest.raises(ConfigError, match=r"log.jsonl: line 15 is damaged; remove it, or restore"):
         provisioned(base)
 
 
@@ -436,10 +441,13 @@ def test_the_server_is_told_for_how_many_users_each_node_speaks(base):
 def test_a_node_that_is_added_changes_nobody_elses_folder(base):
     enrolled(base)
     (base / "sites/server/nodes/agreed.toml").unlink()  # the one file that says who takes part
+    log = base / "sites/authority/log.jsonl"
     before = contents(base / "sites")
+    del before[log]
     added = provisioned(base, nodes=[*DEPLOYMENT["nodes"], {"name": "ward-3", "users": 50}])
-    assert added.made == ["ward-3"]
+    assert (added.made, added.changed, added.kept) == (["ward-3"], {}, [])
     after = contents(base / "sites")
+    del after[log]
     assert {path: after[path] for path in before} == before
     assert {path.relative_to(base / "sites").parts[0] for path in set(after) - set(before)} == {
         "server",
@@ -666,11 +674,57 @@ def test_a_node_needs_the_window_and_how_many_records_count(base, key):
 
 
 @pytest.mark.slow
-def test_what_is_there_and_would_be_another_is_named(base):
+def test_what_nobody_has_changed_is_made_anew_and_all_else_is_kept_and_named(base):
+    """A folder of an earlier version has no lines in the log; then what is as made is known."""
     provisioned(base)
-    kept = provisioned(configured(base, privacy={"rounds": 10})).kept
-    assert {"server/run.toml", "ward-1/run.toml", "ward-2/device.toml"} <= set(kept)
-    assert "ward-1/README.md" not in kept
+    keys, sites, log = request_everything(base, "ward-1"), base / "sites", "authority/log.jsonl"
+    assert provisioned(base).changed == {}
+    assert (keys["ward-1"] / "ward-1.pem").exists()  # so its owner's file is not made anew
+    owners = (sites / "ward-1/device.toml").read_bytes()
+    change(sites / "server/server.toml", "round_timeout = 120.0", "round_timeout = 90.0")
+    lines = (sites / log).read_text().splitlines(keepends=True)
+    (sites / log).write_text("".join(each for each in lines if '"did": "wrote"' not in each))
+    provisioned(base)
+    slower = {"work_until": 90.0, "send_after": 95.0}
+    configured(base, privacy={"rounds": 10})
+    run = tomllib.loads((base / "run.toml").read_text()) | {"window": slower}
+    (base / "run.toml").write_text(tomli_w.dumps(run))
+    server = DEPLOYMENT["server"] | {"patience": 60.0}
+    done = provisioned(base, server=server)
+    node = ["run.toml", "shufl-node.service"]
+    assert done.changed == {
+        "server": ["run.toml", "shufl-run.service"],
+        "shuffler-1": ["shuffler.toml"],
+        "ward-1": node,
+        "ward-2": [node[0], "device.toml", node[1]],  # which was signed nothing so far
+    }
+    assert done.kept == ["server/server.toml"]
+    assert plan_at(base, "ward-2") == plan_at(base) and plan_at(base).rounds == 10
+    assert load_device(sites / "ward-2/device.toml").limits.plans == (plan_at(base).digest(),)
+    assert (sites / "ward-1/device.toml").read_bytes() == owners
+    assert provisioned(base, server=server).changed == {}
+    configured(base)
+    said = invoke("provision", base / "deployment.toml").stdout
+    told = "send these files to it; docs/second-run.md says what it does with them"
+    assert f"changed {sites}/ward-1: run.toml, shufl-node.service: {told}\n" in said
+    kept = rf"kept    {sites}/server/server.toml: .* to have it made anew, remove it and run this"
+    assert re.search(kept, said)
+    (sites / "server/server.toml").unlink()
+    assert provisioned(base, server=server).kept == []
+    assert load_site(sites / "server/server.toml", ServerSite).patience == 60.0
+
+
+def test_two_nodes_with_one_key_for_flower_are_refused_before_any_work(base):
+    """Flower would tell them apart by nothing; also where the key's comment is another."""
+    keys = enrolled(base)
+    key = (keys["ward-1"] / "flower.pub").read_bytes()
+    (keys["ward-2"] / "flower.pub").write_bytes(key.strip() + b" of ward-2\n")
+    before = contents(base / "sites")
+    said = refused("provision", base / "deployment.toml")
+    paths = [base / f"sites/ward-{number}/keys/flower.pub" for number in (2, 1)]
+    told = "is the same key as {}: each node makes its own (shufl keys flower)"
+    assert said == f"{paths[0]} {told.format(paths[1])}"
+    assert contents(base / "sites") == before
 
 
 def public_file(base):

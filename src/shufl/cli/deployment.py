@@ -46,8 +46,9 @@ def provision_command(
 ) -> None:
     """Make one folder for each site of a deployment, and sign the requests that have come.
 
-    Run it again whenever a node is added or a request has come: what is there stays as it is.
-    authority/log.jsonl has who signed what, and when.
+    Run it again whenever a node is added, a request has come or the run's configuration is another
+    one: it makes anew what it has made and nobody has changed. authority/log.jsonl has who signed
+    what, and when.
     """
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.provision import provision
@@ -83,8 +84,15 @@ def provision_command(
         typer.echo(f"signed  {name}")
     for name, key in done.unapproved.items():
         typer.echo(f"not signed {name}: its key is {key}; --approve {name}=… what the party reads")
+    for name, files in done.changed.items():
+        told = "send these files to it; docs/second-run.md says what it does with them"
+        typer.echo(f"changed {out / name}: {', '.join(files)}: {told}")
     for name in done.kept:
-        typer.echo(f"kept    {out / name}: the deployment's file says otherwise by now")
+        typer.echo(
+            f"kept    {out / name}: the deployment's file says otherwise by now, and this one was "
+            "changed here, or made by an earlier version; to have it made anew, remove it and run "
+            "this again"
+        )
     for name, users in done.short.items():
         typer.echo(
             f"too few {name}: its nodes speak for {users} users, and no release is made of so few; "
