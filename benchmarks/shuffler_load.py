@@ -88,8 +88,7 @@ def nginx(directory: Path, address: str, nodes: int) -> Iterator[str]:
         port = free.getsockname()[1]
     template = importlib.resources.files("shufl.deploy") / "templates" / "stream.conf"
     stream = string.Template(template.read_text()).substitute(
-        listen="127.0.0.1",
-        port=port,
+        listen=f"127.0.0.1:{port}",
         local_port=parse_address(address)[1],
         connections=max(LEAST_CONNECTIONS, 2 * nodes),
     )

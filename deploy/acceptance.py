@@ -73,7 +73,7 @@ def acceptance(new: Path, folder: Path) -> Acceptance:
         raise ConfigError(f"the account that owns {device} must run this: sudo -u shufl")
     ledger, limits = read_device(device)
     runs = runs_of(ledger, limits)
-    changes = differing(flat(load(str(run)).model_dump()), flat(config.model_dump()))
+    changes = differing(_values(run), _values(new))
     if runs and not changes:  # the new file has taken the place of the old one already
         changes = differing(runs[-1].plan.by_key(), plan.by_key())
     node, of_node = _node_with(new.with_name("node.toml"), folder / "node.toml")
@@ -99,6 +99,14 @@ def acceptance(new: Path, folder: Path) -> Acceptance:
         accepted,
         {path: content for path, content in files.items() if path.read_bytes() != content},
     )
+
+
+def _values(run: Path) -> dict[str, Any]:
+    """All values of a run's configuration by their keys; the path of records as the file has it."""
+    values = flat(load(str(run)).model_dump())
+    if records := values.get("data.dataset.file"):
+        values["data.dataset.file"] = os.path.relpath(records, run.absolute().parent)
+    return values
 
 
 def _with_limits(device: Path, raised: dict[str, Any]) -> bytes:

@@ -118,30 +118,31 @@ class Enrolment:
     def write(self, site: Site) -> None:
         """Writes a site's files; one that somebody has changed since it was written stays.
 
-        So does `device.toml` of a node that was signed a certificate: its owner alone knows what
-        the ledger has charged (`shufl device accept`).
+        Some are written once. Of a shuffler `revoked`: its operator fills it. Of a node that was
+        signed a certificate `device.toml`: its owner alone knows what the ledger has charged.
         """
         folder = self._out / site.name
-        if not folder.exists():
+        if is_new := not folder.exists():
             self.done.made.append(site.name)
         signed = {each["name"] for each in self._lines if each["did"] == "signed"}
         logged = [each["files"] for each in self._lines if each["did"] == "wrote"]
         before = {path: digest for files in logged for path, digest in files.items()}
+        once = {"revoked", "device.toml"} if site.name in signed else {"revoked"}
         wrote: dict[str, str] = {}
         for name, text in site.files.items():
             path, full = folder / name, f"{site.name}/{name}"
             new = hashlib.sha256(text.encode()).hexdigest()
             here = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
-            if here not in ("", new):
-                if name == "device.toml" and site.name in signed:
-                    continue
-                if here != before.get(full):
-                    self.done.kept.append(full)
-                    continue
-                self.done.changed.setdefault(site.name, []).append(name)
+            if name in once and not is_new:
+                continue
+            if here not in ("", new, before.get(full)):
+                self.done.kept.append(full)
+                continue
             if here != new:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, text.encode())
+                if not is_new:
+                    self.done.changed.setdefault(site.name, []).append(name)
             if before.get(full) != new:
                 wrote[full] = new
         if wrote:

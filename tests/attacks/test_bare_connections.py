@@ -52,7 +52,7 @@ def proxied(tmp_path):
     port, local = free_port(), free_port()
     template = importlib.resources.files("shufl.deploy") / "templates" / "stream.conf"
     conf = tmp_path / "nginx.conf"
-    about = {"listen": "127.0.0.1", "port": port, "local_port": local, "connections": MOST}
+    about = {"listen": f"127.0.0.1:{port}", "local_port": local, "connections": MOST}
     conf.write_text(string.Template(template.read_text()).substitute(about))
     with ExitStack() as stack:
         process = stack.enter_context(ShufflerProcess(listen=f"127.0.0.1:{local}"))

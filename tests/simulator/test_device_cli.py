@@ -15,6 +15,7 @@ from rounds import make_plan
 from run_world import invoke, refused, told
 from shufl.cli.__main__ import app
 from shufl.clients import RoundRefused, load_device
+from shufl.deploy.acceptance import acceptance
 from shufl.deploy.doctor import examine
 from shufl.deploy.node import agreed_plan
 from shufl.deploy.provision import provision
@@ -168,6 +169,14 @@ def test_a_file_that_is_in_its_place_already_is_compared_with_the_ledgers_last_r
     assert "written device.toml\n" in done.stdout
     limits = load_device(ward.device).limits
     assert limits.most_epsilon == 5e6 and ward.next_plan.digest() in limits.plans
+
+
+def test_a_file_of_records_is_where_it_was_beside_the_new_file_too(ward):
+    records = '[data.dataset]\nfile = "visits.csv"\nuser = "patient"\nlabel = "ill"\n'
+    for path in (ward.run, ward.new / "run.toml"):
+        path.write_text(path.read_text().replace('dataset = "digits"\n', "") + records)
+    changed = acceptance(ward.new / "run.toml", ward.folder).differing
+    assert {*changed} == {"privacy.noise_multiplier", "privacy.rounds"}
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])

@@ -680,6 +680,7 @@ def test_what_nobody_has_changed_is_made_anew_and_all_else_is_kept_and_named(bas
     keys, sites, log = request_everything(base, "ward-1"), base / "sites", "authority/log.jsonl"
     assert provisioned(base).changed == {}
     assert (keys["ward-1"] / "ward-1.pem").exists()  # so its owner's file is not made anew
+    (sites / "shuffler-1/revoked").write_text("ward-9\n")  # which its operator alone writes
     owners = (sites / "ward-1/device.toml").read_bytes()
     change(sites / "server/server.toml", "round_timeout = 120.0", "round_timeout = 90.0")
     lines = (sites / log).read_text().splitlines(keepends=True)
@@ -710,7 +711,9 @@ def test_what_nobody_has_changed_is_made_anew_and_all_else_is_kept_and_named(bas
     kept = rf"kept    {sites}/server/server.toml: .* to have it made anew, remove it and run this"
     assert re.search(kept, said)
     (sites / "server/server.toml").unlink()
-    assert provisioned(base, server=server).kept == []
+    done = provisioned(base, server=server)
+    assert (done.kept, done.changed) == ([], {"server": ["server.toml"]})
+    assert (sites / "shuffler-1/revoked").read_text() == "ward-9\n"
     assert load_site(sites / "server/server.toml", ServerSite).patience == 60.0
 
 
