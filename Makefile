@@ -21,8 +21,10 @@ nightly: .venv/ready  ## more examples, kills and rounds than `make test` has; b
 year: .venv/ready  ## a year of a deployment: add, withdraw, renew, rotate, reboot, restore, second run; five minutes
 	$(BIN)/pytest -m nightly tests/integration/test_year.py
 
+# In namespaces of their own all machines end with the tests, however those end.
 machines: .venv/ready  ## six machines, booted by root, and docs/deployment.md's commands and faults on them: 100 minutes
-	$(BIN)/pytest -m machines tests/machines
+	@$(BIN)/python tests/machines_world.py
+	unshare --mount --net --pid --fork --kill-child --mount-proc $(BIN)/pytest -m machines tests/machines
 
 soak: .venv/ready  ## some 100 kills of each party in one process, and kills in a deployment. SHUFL_SOAK_SEED=N: others
 	$(BIN)/pytest -m nightly -s tests/server/test_server_faults.py tests/integration/test_deployment_soak.py

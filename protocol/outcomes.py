@@ -12,7 +12,7 @@ NODES_FILE = "nodes.json"
 """In a run folder: what the server knows of every node, after every round and while it waits."""
 
 BEGUN = "begun"
-"""In a round's line of the ledger: when it began, by `time.time`."""
+"""In a round's line of a ledger that no seed reproduces: when it began, by `time.time`."""
 
 
 class RoundOutcome(StrEnum):

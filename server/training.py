@@ -117,7 +117,9 @@ class Training:
         """Spends a round, on disk before anybody works on it; gives the model, to be left as is."""
         self._started = time.monotonic()
         if round > self.settings.ledger.last_round:
-            self._budget.spend(round, {_MODEL: self._model_digest(), BEGUN: time.time()})
+            # The ledger of a run that a seed reproduces is the same each time.
+            begun = {} if self.settings.reproducible else {BEGUN: time.time()}
+            self._budget.spend(round, {_MODEL: self._model_digest(), **begun})
         return self.model
 
     def end(self, round: int, played: PlayedRound) -> RoundRecord:

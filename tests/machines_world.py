@@ -1,7 +1,8 @@
 """Machines for tests: each with its own systemd, accounts, disk and network, from one image.
 
-Their network is one namespace with a bridge in it: nothing outside reaches them, nor they anything
-outside. A machine's disk is a layer in memory over the image, which is full when it is full.
+`make machines` runs this file, which makes the image, and then the tests in namespaces of their
+own: so nothing outside reaches the machines, nor they anything outside, and all of it ends with the
+tests, however they end. A machine's disk is a layer in memory over the image.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +41,6 @@ INSTALLED = (
 """What docs/deployment.md has typed on every machine, in a copy of the repository."""
 _NO_INDEX = f"cd {SOURCE}", "export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels"
 INSTALL = "\n".join([*_NO_INDEX, *INSTALLED])
-NETWORK = "shufl-machines"
 
 
 def missing():
@@ -143,18 +143,31 @@ class Containers:
 
     def command(self, site, *words, user="shufl"):
         """What runs the image's entry point on a site's folder, as `docker run` would."""
-        network = "nsenter", f"--net=/run/netns/{NETWORK}"
         volume = f"--volume={site}:/srv/shufl"
         chroot = "--isolation=chroot", f"--user={user}", volume, self.container, "--", "site"
-        return list(map(str, (*network, *self._buildah, "run", *chroot, *words)))
+        return list(map(str, (*self._buildah, "run", *chroot, *words)))
 
 
 class Machines:
-    """Machines by their names, on one network; all end with the `with` block."""
+    """Machines by their names, on one network."""
 
-    def __init__(self, *names):
-        self._stack = ExitStack()
+    def __init__(self, *names, ipv6_only=()):
+        assert here("ip", "-brief", "link").split()[0] == "lo", "make machines runs these tests"
+        base, run = image(), BUILT / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        here("ip", "link", "add", "bridge", "type", "bridge")
+        for link in ("bridge", "lo"):
+            here("ip", "link", "set", link, "up")
+        self.release = layer(run / "release", base)
+        install(self.release)
         self._all = {name: Machine(name, number) for number, name in enumerate(names, 1)}
+        for machine in self:
+            disk = run / machine.name
+            disk.mkdir()
+            here("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", disk)
+            machine.folder = layer(disk, self.release)
+            machine.is_ipv6 = machine.name in ipv6_only
+            machine.set_up(self)
 
     def __getitem__(self, name):
         return self._all[name]
@@ -162,42 +175,15 @@ class Machines:
     def __iter__(self):
         return iter(self._all.values())
 
-    def __enter__(self):
-        with self._stack:
-            base, run = image(), BUILT / "run"
-            self._stack.callback(shutil.rmtree, run, ignore_errors=True)
-            here("ip", "netns", "add", NETWORK)
-            self._stack.callback(here, "ip", "netns", "delete", NETWORK)
-            here("ip", "-n", NETWORK, "link", "add", "bridge", "type", "bridge")
-            for link in ("bridge", "lo"):
-                here("ip", "-n", NETWORK, "link", "set", link, "up")
-            self.release = release = layer(self._stack, run / "release", base)
-            install(release)
-            for machine in self:
-                disk = run / machine.name
-                disk.mkdir()
-                here("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", disk)
-                self._stack.callback(here, "umount", disk)
-                machine.folder = layer(self._stack, disk, release)
-                machine.set_up(self)
-                self._stack.callback(machine.power_off)
-            self._stack = self._stack.pop_all()
-        return self
 
-    def __exit__(self, *_):
-        self._stack.close()
-
-
-def layer(stack, folder, below):
+def layer(folder, below):
     """Mounts what is written over the folder `below`, which stays as it is."""
     upper, work, merged = (folder / name for name in ("upper", "work", "merged"))
     for each in (upper, work, merged):
         each.mkdir(parents=True)
-    options = (
-        f"metacopy=on,lowerdir={below},upperdir={upper},workdir={work}"  # install.sh: chown -R
-    )
+    # Without metacopy `chown -R`, as in install.sh, would copy all of .venv.
+    options = f"metacopy=on,lowerdir={below},upperdir={upper},workdir={work}"
     here("mount", "-t", "overlay", "-o", options, "overlay", merged)
-    stack.callback(here, "umount", merged)
     return merged
 
 
@@ -242,7 +228,7 @@ class Machine:
         for group in groups:  # else systemd would take another machine's processes for its own
             group.mkdir(parents=True, exist_ok=True)
         enter = "".join(f"echo $$ > {group}/cgroup.procs; " for group in groups)
-        nspawn = ["sh", "-ec", f'{enter}exec "$@"', "sh", "nsenter", f"--net=/run/netns/{NETWORK}"]
+        nspawn = ["sh", "-ec", f'{enter}exec "$@"', "sh"]
         nspawn += ["systemd-nspawn", "--quiet", "--boot", "--register=no", "--keep-unit"]
         nspawn += ["--network-bridge=bridge", "--link-journal=no", "--console=pipe"]
         nspawn += [f"--directory={self.folder}", f"--machine={self.name}"]
@@ -293,17 +279,18 @@ class Machine:
         assert not check or done.returncode == 0, f"{self.name}$ {command}\n{said}"
         return said
 
-    def install(self):
-        """Installs the version of shufl whose repository it has."""
-        self.run(INSTALL)
+    def install(self, version):
+        """Installs what the machines have as another version."""
+        there = f"{SOURCE}/pyproject.toml"
+        self.run(f"sed -i 's/^version = .*/version = \"{version}\"/' {there}\n{INSTALL}")
 
     def cut_off(self):
         """Takes the cable out."""
-        here("ip", "-n", NETWORK, "link", "set", f"vb-{self.name}", "down")
+        here("ip", "link", "set", f"vb-{self.name}", "down")
 
     def connect(self):
         """Puts the cable in."""
-        here("ip", "-n", NETWORK, "link", "set", f"vb-{self.name}", "up")
+        here("ip", "link", "set", f"vb-{self.name}", "up")
 
     def path(self, name):
         """Where a file of its disk is here; relative names are in its site's folder."""
@@ -325,7 +312,7 @@ def _control_groups(name):
             if (kind == "cgroup2" and not hierarchy) or (
                 hierarchy == "name=systemd" and hierarchy in options.split(",")
             ):
-                yield Path(place + path) / f"{NETWORK}-{name}"
+                yield Path(place + path) / f"shufl-{name}"
                 break
 
 
@@ -335,3 +322,7 @@ def _descendants(pid):
         yield child
         with suppress(OSError):
             yield from _descendants(child)
+
+
+if __name__ == "__main__":
+    sys.exit(missing() or (image() and 0))

@@ -293,7 +293,7 @@ def test_what_was_provisioned_stays_as_it_is(sites):
     agreed.unlink()
     before = contents(sites)
     done = command("provision", sites.parent / "wards.toml")
-    assert "made " not in done.stdout
+    assert "\nmade " not in f"\n{done.stdout}"
     after = contents(sites)
     assert {path: after[path] for path in before} == before
     (node,) = tomllib.loads(agreed.read_text())["nodes"]

@@ -14,7 +14,7 @@ from shufl.learning.config import load
 def folder(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
     sets = ["simulation.engine=vectorised", "privacy.rounds=2", "training.evaluate_every=2"]
-    return trained(load("quickstart", sets), runs)
+    return trained(load("quickstart", [*sets, "seed=system"]), runs)
 
 
 def test_a_run_that_has_ended_says_how(folder):
