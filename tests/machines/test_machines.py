@@ -472,7 +472,7 @@ def test_renewal(they):
     they["ward-1"].run("cp -r . /root/before")
     old = {name: they.fingerprint(name) for name in ("ward-1", "shuffler-1", "server")}
     for name in old:
-        they.type(name, f"shufl keys renew keys --name {name}")
+        they.type(name, f"sudo -u shufl .venv/bin/shufl keys renew keys --name {name}")
         they.send(name, "authority", f"keys/{name}.csr", f"sites/{name}/keys/{name}.csr")
     they.keys |= dict.fromkeys(old, "0" * 64)  # nobody is called: the keys are known
     they.provision(*old)
@@ -624,6 +624,7 @@ def test_a_second_run(they):
         assert "problem" not in they.doctor(name)
     for name in ("shuffler-1", "server"):
         they.type(name, "sudo -u shufl cp -r /srv/sent/. .")
+        assert "ok      files for root" in they.doctor(name)
         they.type(name, "sh install.sh")
     they.type("shuffler-1", "systemctl restart shufl-shuffler")
     they.type("server", "systemctl start shufl-run")
