@@ -67,6 +67,8 @@ def acceptance(new: Path, folder: Path) -> Acceptance:
         ConfigError, OSError: a file cannot be read, or is wrong.
         ValueError: the ledger is lost or damaged, or the owner's other limits refuse the plan.
     """
+    if new.exists() and not new.is_file():  # it is read more than once
+        raise ConfigError(f"{new} must be a file")
     site, config = load_site(folder / "node.toml", NodeSite), load(str(new))
     run, device, plan = Path(site.config), Path(site.device), agreed_plan(config)
     if device.stat().st_uid != os.geteuid():
@@ -79,7 +81,9 @@ def acceptance(new: Path, folder: Path) -> Acceptance:
     node, of_node = _node_with(new.with_name("node.toml"), folder / "node.toml")
     changes |= {f"{key} (node.toml)": values for key, values in of_node.items()}
 
-    runs.append(offered := RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
+    begun = bool(runs) and not changes  # a run of it: another one is not accepted unasked
+    if not begun:
+        runs.append(RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
     total, raised = math.fsum(map(limits.charge, runs)), dict[str, Any]()
     if limits.most_epsilon < total < math.inf:
         raised["most_epsilon"] = enough(total)
@@ -87,13 +91,13 @@ def acceptance(new: Path, folder: Path) -> Acceptance:
         raised["plans"] = [plan.digest(), *limits.plans]
     accepted = limits.replace(**raised)
     accepted.check(plan)
-    accepted.check_runs(runs, new=True)
+    accepted.check_runs(runs, new=not begun)
 
     files = {device: _with_limits(device, raised), **node, run: new.read_bytes()}
     return Acceptance(
         changes,
-        limits.charge(offered),
-        limits.share(offered.number),
+        limits.charge(runs[-1]),
+        limits.share(runs[-1].number),
         total,
         limits,
         accepted,

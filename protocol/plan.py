@@ -282,7 +282,8 @@ class Plan(Checked):
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Returns both values of every key whose values differ; None where one has none."""
     pairs = {key: (one.get(key), other.get(key)) for key in [*one, *other]}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    # 1 and true are equal in Python.
+    return {key: pair for key, pair in pairs.items() if repr(pair[0]) != repr(pair[1])}
 
 
 _Node = TypeVar("_Node", int, np.ndarray)

@@ -156,6 +156,20 @@ def test_a_plan_that_is_accepted_is_the_nodes_and_its_owners_and_doctor_says_so(
     ledger.offer(RoundHeader("second", 1, "model", digest, "key"), ward.next_plan, 12)
     with pytest.raises(RoundRefused, match="accepts epsilon up to"):
         ledger.offer(RoundHeader("third", 1, "model", digest, "key"), ward.next_plan, 12)
+    before = ward.files
+    assert "accepted before; nothing is written" in ward.accept("--yes").stdout
+    assert ward.files == before  # or who says yes once an hour would accept a run an hour
+
+
+def test_whatever_is_accepted_is_shown(ward):
+    """What Python takes for equal, and all of a long list."""
+    shufflers = ", ".join(f'"shuffler-number-{number}.example:9000"' for number in range(5))
+    for path, option, last in ((ward.run, "1", "9000"), (ward.new / "run.toml", "true", "9001")):
+        text = f'[model.options]\nx = {option}\nlong = [{shufflers}, "evil.example:{last}"]\n'
+        path.write_text(path.read_text().replace("[model.options]\n", text))
+    shown = ward.accept("--yes").stdout
+    assert re.search(r"model.options.x +│ 1 +│ True", shown)
+    assert "evil.example:9001" in re.sub(r"[\s│]", "", shown)
 
 
 def test_a_file_that_is_in_its_place_already_is_compared_with_the_ledgers_last_run(ward):

@@ -13,7 +13,7 @@ from rich.table import Table
 from shufl.cli import options
 from shufl.protocol.console import Console
 from shufl.protocol.text import rounded_up
-from shufl.protocol.validation import ConfigError, shown
+from shufl.protocol.validation import ConfigError
 from shufl.results.tables import epsilon_text
 
 device_app = options.group("A device's own ledger: what it was offered, and its owner's limits.")
@@ -84,7 +84,7 @@ def accept_command(
         accepts = acceptance(run, folder)
     table = Table("key", "now", "then", title="what changes", title_justify="left")
     for key, (now, then) in sorted(accepts.differing.items()):
-        table.add_row(key, shown(now), shown(then))
+        table.add_row(key, repr(now), repr(then))
     limits = accepts.limits
     Console().print(table)
     typer.echo(
