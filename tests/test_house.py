@@ -19,7 +19,7 @@ MOST_LINES = {
     "protocol": 1205,
     "results": 1352,
     "server": 1136,
-    "shuffler": 3026,
+    "shuffler": 3033,
     "simulator": 2884,
     "src": 1839,
 }
