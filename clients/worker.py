@@ -43,6 +43,8 @@ _MARGIN = 1.25  # a node hears of a round some time after the shuffler has opene
 _LONG = 1e6  # seconds
 _LOOK_SECONDS = 1.0  # the parent looks at least this often whose update takes too long
 _TOO_LONG = "it takes too long"
+_ENDED = "the process ended with"
+_MAY_PASS = _TOO_LONG, f"{_ENDED} -", "MemoryError"  # -9: a signal, as when memory is short
 _PROCESSES = multiprocessing.get_context("forkserver")  # which has imported torch
 _PROCESSES.set_forkserver_preload([__name__])
 
@@ -93,8 +95,8 @@ class _Child:
     is_ready: bool = False
 
 
-class TooSlow(ValueError):
-    """The work does not fit into the window, as this machine is now."""
+class TooBusy(ValueError):
+    """The work does not fit into the window or the memory, as this machine is now."""
 
 
 class Worker:
@@ -166,10 +168,10 @@ class Worker:
         """Refuses a window in which the work cannot be done.
 
         Raises:
-            TooSlow: it is too short.
+            TooBusy: it is too short.
         """
         if self.needed > window.work_until:
-            raise TooSlow(
+            raise TooBusy(
                 f"window.work_until must be at least {rounded_up(self.needed, 3)} on this machine, "
                 f"{_MARGIN * _SHARES:g} times as long as the updates of {len(self.states)} users "
                 f"take, got {window.work_until:g}"
@@ -199,7 +201,7 @@ class Worker:
         failed = self.compute(self._initial, seeds, seconds, threading.Event())
         for user in np.flatnonzero(self.states != DONE).tolist():
             why = failed.get(user, _TOO_LONG)
-            raise (TooSlow if why == _TOO_LONG else ValueError)(f"user {user}: {why}")
+            raise (TooBusy if why.startswith(_MAY_PASS) else ValueError)(f"user {user}: {why}")
 
     def fill(self, records: UserRecords) -> int:
         """Loads the records of all users; returns how many users have more than are used."""
@@ -262,7 +264,7 @@ class Worker:
                 if not over.is_set():
                     lost, self.states[lost] = self.states == AT_WORK, FAILED
                     self._restart(child)
-                    why = f"the process ended with {child.process.exitcode}"
+                    why = f"{_ENDED} {child.process.exitcode}"
                     why = _TOO_LONG if error.args == (_TOO_LONG,) else why
                     failed |= dict.fromkeys(np.flatnonzero(lost).tolist(), why)
                     if not child.is_ready:

@@ -39,6 +39,10 @@ LoadRecords = Callable[[], UserRecords]
 """Gives access to the records of a node's users."""
 
 
+class RecordsAway(ConfigError):
+    """The owner's code gives no records now: it raised an error."""
+
+
 def node_settings(site: NodeSite, folder: Path) -> ClientSettings:
     """What the node, whose file is in `folder`, agrees to and has.
 
@@ -177,7 +181,7 @@ def _records(site: NodeSite, folder: Path, config: Config, plan: PrivacyPlan) ->
         everybody = functools.partial(load_users, data, config.data_seed, site.digest)
         return functools.partial(_simulated, everybody, site.first_user)
     if ":" in site.data:
-        own = functools.partial(find, "data", site.data, {})
+        own = functools.partial(_from_code, site.data)
     elif path.suffix in _FILES:
         if not isinstance(data.dataset, RecordFile):
             raise ConfigError(
@@ -235,6 +239,22 @@ def _from_file(path: Path, columns: RecordFile, users: int) -> UserRecords:
 
     def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
         return features[rows[user]], labels[rows[user]]
+
+    return read
+
+
+def _from_code(name: str) -> UserRecords:
+    """Gives the records that the owner's code gives."""
+    records = find("data", name, {})
+
+    def read(user: int) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            given: tuple[torch.Tensor, torch.Tensor] = records(user)
+        except ConfigError:
+            raise
+        except CODE_ERRORS as error:
+            raise RecordsAway(f"{name} raised {one_line(error, quote=())}") from error
+        return given
 
     return read
 

@@ -211,7 +211,7 @@ class _Trial:
                 raise ConfigError(
                     f"model {name} could not be tried in a process of its own, which ended with "
                     f"{ended.returncode}: {ended.stderr.decode(errors='replace').strip()[-300:]}"
-                )
+                ) from (ChildProcessError() if ended.returncode < 0 else None)
             updates: list[np.ndarray] | str = pickle.loads(path.read_bytes())
         if isinstance(updates, str):
             raise ConfigError(

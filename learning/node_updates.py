@@ -28,11 +28,16 @@ _ALONE = 7  # groups of at most this many users are computed one by one: to impo
 _NUMBERS_TOGETHER = 2**22  # most numbers in the updates, or in the records, of a group
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether it is Python's error of too little memory, or says what torch's does."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
 def raised(error: BaseException) -> str:
     """The kind of an error and the line that raised it, for a log: its text may quote a record."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return type(error).__name__ + place
+    return ("MemoryError" if lacks_memory(error) else type(error).__name__) + place
 
 
 class NodeUpdates:

@@ -13,15 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3819,
-    "clients": 1196,
-    "deploy": 2251,
-    "learning": 3184,
+    "clients": 1198,
+    "deploy": 2270,
+    "learning": 3186,
     "protocol": 1205,
     "results": 1352,
     "server": 1137,
-    "shuffler": 3026,
+    "shuffler": 3033,
     "simulator": 2884,
-    "src": 1839,
+    "src": 1843,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

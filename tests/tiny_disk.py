@@ -12,9 +12,25 @@ import pytest
 def tiny_disk_at(place):
     """A file system of 1 MiB, in a folder that is made."""
     place.mkdir(mode=0o700)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
+    yield from _mounted(place, "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs")
+
+
+@contextmanager
+def small_ext4_at(place):
+    """An ext4 of 16 MiB, as most real disks have, with blocks of 1 KiB; its image lies beside."""
+    place.mkdir(mode=0o700)
+    image = place.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(2**24)
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("mkfs.ext4 is not installed")
+    subprocess.run(["mkfs.ext4", "-q", "-b", "1024", "-m", "0", str(image)], check=True)
+    yield from _mounted(place, "-o", "loop", str(image))
+
+
+def _mounted(place, *what):
+    if subprocess.run(["mount", *what, str(place)], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
     try:
         yield place
     finally:

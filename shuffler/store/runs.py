@@ -95,7 +95,8 @@ class RunStore:
         self._durable = durable
         self._runs: dict[str, Run] = {}
         self._ended: set[str] = set()
-        self._lacking = 0  # bytes of the last batch, if it was not made
+        self._lacking = 0  # bytes of the last batch, if the disk had no room for it
+        self._was_full: bool | None = None  # when the first of the batches that are here was opened
         self._record = RecordFile(directory, durable)
         self.batches = OpenBatches(self._runs, self._randomness)
         try:
@@ -180,6 +181,7 @@ class RunStore:
         entry = Round(number, header, public_key, batch, blankets, waits_since=now)
         if window is not None:
             entry.ends_at = entry.waits_since = now + window.seconds
+        self._was_full = self.is_full
         run.rounds[number] = entry
         over = [each.number for each in run.rounds.values() if each.batch is None]
         for old in over[:-_KEPT_OVER]:
@@ -271,9 +273,12 @@ class RunStore:
     def is_full(self) -> bool:
         """Whether the disk has no room for the record, or for a batch that could not be made.
 
-        Any thread may ask. On real machines no number of reports or blankets changes the answer:
-        batches take all their room at once.
+        Any thread may ask. While rounds have batches the answer stays as it was before the first.
         """
+        # A batch takes its room at once, but a file system such as ext4 then needs more blocks to
+        # note which parts were written: what is free tells how many reports there are.
+        if (was_full := self._was_full) is not None:
+            return was_full
         disk = os.statvfs(self._directory)
         free = disk.f_bavail * disk.f_frsize
         return self._durable and free < RESERVE_BYTES + self._lacking
@@ -322,8 +327,9 @@ class RunStore:
         about = self._directory, run.report_bytes, users, slots, self._limits.uploads
         try:
             batch = kind(*about, allocate=self._durable)
-        except ShufflerRefused:
-            self._lacking = self._bytes_of(run)
+        except ShufflerRefused as error:
+            if error.reason is Refusal.STORAGE_FULL:
+                self._lacking = self._bytes_of(run)
             raise
         self._lacking = 0
         return batch
@@ -356,6 +362,8 @@ class RunStore:
         entry.outcome = _OVER[ended]
         entry.batch.close()
         entry.batch = None
+        if not any(each.batches() for each in self._runs.values()):
+            self._was_full = None
 
     def _append(self, event: str, run_id: str, **about: str | int) -> None:
         try:

@@ -95,6 +95,14 @@ def troubled_users(**numbers):
     return functools.partial(_troubled, {int(user[1:]): each for user, each in numbers.items()})
 
 
+class AtOnce(Troubled):
+    """Has the trouble from the start on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner.bias.data += 10
+
+
 class Slow(nn.Module):
     """Takes 20 ms at least for a forward."""
 

@@ -33,7 +33,7 @@ from shufl.clients import RoundRefused, SimulatedLedger, serve_device
 from shufl.clients.deployed_node import Clock, DeviceNode
 from shufl.clients.node_process import _Answering, _Reader
 from shufl.clients.relay import NodeUnavailable, _relay
-from shufl.clients.worker import AT_WORK, DONE, FAILED, TooSlow
+from shufl.clients.worker import AT_WORK, DONE, FAILED, TooBusy
 from shufl.learning import LocalTraining, local_update
 from shufl.learning.parameters import sent
 from shufl.protocol.mechanisms import SeededRandomness, allocated
@@ -385,7 +385,7 @@ def test_a_message_for_a_node_that_is_down_says_so(tmp_path):
 def test_a_plan_whose_work_does_not_fit_is_refused_at_the_start(deployed, tmp_path):
     window = WINDOW.model_copy(update={"work_until": 1e-5})
     round = deployed(window=window)
-    with pytest.raises(TooSlow, match=r"^window\.work_until must be at least .* 12 users take"):
+    with pytest.raises(TooBusy, match=r"^window\.work_until must be at least .* 12 users take"):
         serve_device(round.settings, tmp_path / "socket", threading.Event(), threading.Event())
     round = deployed(window=None)
     with pytest.raises(ValueError, match="needs a plan with cover and a window"):

@@ -8,12 +8,13 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from device_models import TROUBLES, Slow, Troubled, of_sizes, troubled_users
+from device_models import TROUBLES, AtOnce, Slow, Troubled, of_sizes, troubled_users
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from client_world import WIDTH, WINDOW, load_users, make_model, records
 from nights import by_night
 from run_world import LIMIT, wait_until
+from shufl.cli.node import _may_pass
 from shufl.clients import worker
 from shufl.clients.worker import AT_WORK, DONE, FAILED, Worker, _Memory, _Shared
 from shufl.learning import LocalTraining
@@ -64,6 +65,18 @@ def test_a_record_changes_its_own_users_update_alone(training):
             assert np.array_equal(updates[HEALTHY], expected[HEALTHY]), trouble
             assert [*failed] == [BAD] and "1004" not in failed[BAD] and "tensor" not in failed[BAD]
             assert failed[BAD] == ENDS.get(trouble, failed[BAD])
+
+
+def test_a_node_whose_child_is_killed_or_lacks_memory_at_the_start_may_start_later():
+    """Else its service would leave it alone for good, as it does where records are wrong."""
+    may_pass = dict.fromkeys(("raises", "crashes"), False)
+    may_pass |= dict.fromkeys(("is killed", "has no memory"), True)
+    with closing(start(AtOnce, users=2)) as child:
+        for trouble, passes in may_pass.items():
+            of_user = troubled_users(u1=TROUBLES.index(trouble) + 1)
+            with pytest.raises(ValueError, match="of this node's users: user 1: ") as error:
+                child.load(of_user, WINDOW)
+            assert _may_pass(error.value) == passes, trouble
 
 
 class Later:

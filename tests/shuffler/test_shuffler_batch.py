@@ -5,6 +5,8 @@ import itertools
 import math
 import os
 import random
+import shutil
+import subprocess
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +24,9 @@ from shuffler_world import PUBLIC_KEY, only, plan, read, refusal
 from shufl.shuffler import Outcome, Refusal, ShufflerRefused, Verdict
 from shufl.shuffler.config import Limits
 from shufl.shuffler.store import batch as module
-from shufl.shuffler.store.batch import Batch, Piece
+from shufl.shuffler.store.batch import RESERVE_BYTES, Batch, Piece
 from shufl.shuffler.store.runs import RunStore
-from tiny_disk import fill
+from tiny_disk import fill, small_ext4_at
 
 # Every chi-square test below fails by chance once in a million runs.
 FALSE_ALARM = 1e-6
@@ -326,6 +328,41 @@ def test_a_round_for_which_the_disk_has_no_room_is_not_opened(tiny_disk):
         report = shuffler_world.report(store, user, bytes(20_000), run_id="small")
         assert store.batches.accept(report) is Verdict.ACCEPTED
     store.close()
+
+
+def test_whether_the_disk_is_full_does_not_tell_how_many_have_reported(tmp_path):
+    """Their room is taken before, but ext4 takes more to note which parts of it are written."""
+
+    def free():
+        subprocess.run(["sync", "-f", disk], check=True)
+        return shutil.disk_usage(disk).free
+
+    with (
+        small_ext4_at(tmp_path / "disk") as disk,
+        closing(RunStore(disk / "directory")) as store,
+    ):
+        store.create_run("run", plan(3000), 2000)
+        store.create_run("later", plan(10), 2000)
+        store.open_round("run", 1, "model", PUBLIC_KEY)
+        filler = disk / "filler"
+        filler.write_bytes(bytes(free() - RESERVE_BYTES - 2**12))
+        before = free()
+        assert before >= RESERVE_BYTES and not store.is_full
+        for user in range(1500):
+            report = shuffler_world.report(store, user, bytes(2000))
+            assert store.batches.accept(report) is Verdict.ACCEPTED
+        assert free() < RESERVE_BYTES  # so this disk would tell
+        assert not store.is_full
+        assert refusal(store.reserve, "later") is Refusal.STORAGE_FULL
+        assert not store.is_full
+        store.end_round("run", 1)
+        assert not store.is_full
+        with pytest.raises(OSError), filler.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        assert store.is_full
+        filler.unlink()
+        assert not store.is_full
 
 
 def test_where_a_batch_takes_no_room_before_a_full_disk_is_a_verdict(tiny_disk, pieces_of):

@@ -14,11 +14,24 @@ from pathlib import Path
 import pytest
 import yaml
 
+from run_world import LIMIT
 from shufl.deploy.deployment import PROGRAMS, Deployment
 from shufl.deploy.provision import provision
 from shufl.shuffler.config import Limits
 from shufl.shuffler.service.metrics import Metrics
 
+SUPERNODE = """
+import threading
+from types import SimpleNamespace
+from shufl.deploy import supernode
+
+def ends():
+    threading.Thread(target=threading.Event().wait).start()
+    {how}
+
+supernode.entry_points = lambda **of: [SimpleNamespace(load=lambda: ends)]
+supernode.main()
+"""
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 
@@ -284,3 +297,12 @@ def test_other_accounts_do_not_reach_flowers_ports_nor_hostile_code_another(
         expected = [(each, each in port) for each in tried for port in (allowed, other, other)]
         told = [f"{each} {'in' if is_in else 'out'}" for each, is_in in expected]
         assert done.stdout.splitlines() == told
+
+
+@pytest.mark.parametrize("how", ["return", "raise RuntimeError('from Flower')"])
+def test_a_supernode_ends_however_flower_leaves_it_while_a_thread_of_flowers_lives(how):
+    """This plays Flower's part; what Flower does where a handshake fails is in `make machines`."""
+    command = [sys.executable, "-c", SUPERNODE.format(how=how)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert ("RuntimeError: from Flower" in done.stderr) == how.startswith("raise")

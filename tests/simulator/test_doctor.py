@@ -662,6 +662,13 @@ def test_a_node_ends_with_2_where_somebody_has_to_mend_it_and_else_with_1(node):
     ended(2, "file is not a database")
     np.savez(node / "records/2.npz", features=np.zeros((1, 1, 8, 9)), labels=[2])
     ended(2, "data: the records of user 2 must be features of shape")
+    file.write_text(file.read_text().replace('"records"', '"own_code:records"'))
+    raises = "def records(user):\n    raise {}('of a record')\n"
+    (node / "own_code.py").write_text(raises.format("RuntimeError"))
+    where = "data: the records of user 0 cannot be read: "
+    ended(1, f"{where}own_code:records raised RuntimeError (own_code.py, line 2)\n")
+    (node / "own_code.py").write_text("def records(user):\n    return 1, 2, 3\n")
+    ended(2, f"{where}ValueError")
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ def node_command(
 
     SIGTERM and SIGINT end it when the round that is under way is over; a second one ends it at
     once. It exits with 2 if somebody has to mend what it was given, and with 1 if it may start
-    later: a file or folder is not there yet, or the machine is too busy.
+    later: a file or folder is not there yet, the machine is too busy, a signal ended a child
+    process, or your code that gives the records raised an error.
     """
     stop, at_once = threading.Event(), threading.Event()
 
@@ -56,13 +57,17 @@ def node_command(
 
 def _may_pass(error: BaseException | None) -> bool:
     """Whether an error, or one that it comes from, is of what may be there a moment later."""
-    from shufl.clients.worker import TooSlow
+    from shufl.clients.worker import TooBusy
+    from shufl.deploy.node import RecordsAway
+    from shufl.learning.node_updates import lacks_memory
 
     while error is not None:
         # A plain OSError without a number is what pyarrow says of a damaged file.
         if isinstance(error, OSError) and (error.errno or type(error) is not OSError):
             return True
-        if isinstance(error, (TooSlow, sqlite3.OperationalError)):
+        if isinstance(error, (TooBusy, RecordsAway, sqlite3.OperationalError)):
+            return True
+        if lacks_memory(error):
             return True
         error = error.__cause__ or error.__context__
     return False
