@@ -29,7 +29,7 @@ from shufl.deploy.server_site import ServerSite, flower_connection
 from shufl.deploy.site_files import NodeSite, load_site, role_of
 from shufl.deploy.site_templates import changed
 from shufl.learning.config import load
-from shufl.learning.your_code import one_line
+from shufl.learning.your_code import make_importable, one_line
 from shufl.protocol import shuffler_of
 from shufl.protocol.validation import ConfigError, read_toml
 from shufl.shuffler import Credentials, Refusal, ShufflerRefused, ShufflerUnavailable
@@ -88,6 +88,7 @@ class _Examination:
     def __init__(self, folder: Path, role: str):
         self.findings: list[Finding] = []
         self._folder, self._keys, self._role = folder, folder / "keys", role
+        self._plays_code = False
 
     @contextmanager
     def look(self, what: str, fix: str = "") -> Iterator[list[str]]:
@@ -125,11 +126,22 @@ class _Examination:
                 )
 
     def root(self) -> None:
-        """What root runs or reads of this folder: as this release makes it, installed, loaded."""
+        """What root runs or reads of this folder: as this release makes it, installed, loaded.
+
+        Code of the folder is played only if it is so, and by the account alone that has the folder.
+        """
         fix = "read what is different, and why: root runs it; or have it made anew"
         with self.look("files for root", fix):
             for each in changed(self._folder, self._role):
                 raise _Trouble(f"not as this release makes them: {each}")
+            self._plays_code = os.geteuid() == self._folder.stat().st_uid
+            unit = next(self._folder.glob("*.service")).read_text()
+            (place,) = re.findall("^WorkingDirectory=(.+)$", unit, re.MULTILINE)
+            if place != str(self._folder):
+                fix = f"copy it to {place}, and ask there"
+                raise _Trouble(f"they are for the folder {place}, this is {self._folder}", fix)
+        if self._plays_code:
+            make_importable([self._folder])
         prefix, nginx = self._folder.name, "conf.d" if self._role == "server" else "shufl"
         own = {path: f"systemd/system/{path.name}" for path in self._folder.glob("*.service")}
         own[rules := self._folder / "nftables.conf"] = f"shufl/{prefix}.nft"
@@ -148,6 +160,12 @@ class _Examination:
             with self.look("firewall", f"sudo nft --file {installed[rules]}"):
                 _check_loaded(rules.read_text())
 
+    def _check_code(self, names: Sequence[str]) -> None:
+        if own := [name for name in names if ":" in name and not self._plays_code]:
+            why = "which runs if files for root are well, and as the folder's owner alone"
+            again = "after install.sh, sudo -u shufl .venv/bin/shufl doctor ."
+            raise _Trouble(f"not looked at: {own[0]} is code, {why}", again)
+
     def _disk(self, what: str, path: Path) -> None:
         with self.look(what, f"make room on the disk of {path}"):
             there = next(each for each in (path, *path.parents) if each.exists())
@@ -160,11 +178,12 @@ class _Examination:
         self._certificate("server", Role.SERVER, 0)
         self._days("superlink", "SuperLink's certificate")
         self._plan()
-        if os.geteuid() != 0 or self._folder.stat().st_uid == 0:  # root plays no code of others
-            with self.look("test records", "put back what data.dataset in run.toml names"):
-                from shufl.learning.data.datasets import load_dataset
+        with self.look("test records", "put back what data.dataset in run.toml names"):
+            from shufl.learning.data.datasets import load_dataset
 
-                load_dataset(load(str(self._folder / "run.toml")).data.dataset)
+            config = load(str(self._folder / "run.toml"))
+            self._check_code(config.own_code)
+            load_dataset(config.data.dataset)
         site = load_site(self._folder / "server.toml", ServerSite)
         with self.look("nodes", "put back what `shufl provision` wrote to nodes"):
             if not site.agreed:
@@ -221,6 +240,7 @@ class _Examination:
         with self.look("model and records", "mend the records, or data in node.toml") as shown:
             from shufl.deploy.node import NodeWork, users_told
 
+            self._check_code([*load(site.config).own_code, site.data])
             work = NodeWork.checked(site, self._folder)
             shown.append(f"of {users_told(site, work.config)}")
             with self.look("link") as shown:
@@ -411,7 +431,10 @@ def _check_versions(role: str) -> None:
 
 
 def _check_loaded(rules: str) -> None:
-    """Asks the firewall itself: no account but root may read what is loaded."""
+    """Asks the firewall itself, for only root may read it: some version of these rules is loaded.
+
+    The rule that answers proves itself alone, and not those beside it.
+    """
     probed = re.search(r"ip daddr (\S+) tcp dport (\d+) reject", rules)
     if probed is None:
         raise _Trouble("nftables.conf has no rule that answers", "have it made anew")

@@ -31,19 +31,21 @@ _VALUES = {
     "prefix": r"^    copy nftables\.conf /etc/shufl/([A-Za-z0-9._-]+)\.nft$",
     "folder": r"^WorkingDirectory=((?:/[A-Za-z0-9._-]+)+)$",
     "host": r"^ *server_name ([A-Za-z0-9.:-]+);$",
-    "local_port": r"(?:tcp dport |127\.0\.0\.1:|--port )(\d+)",
-    "connections": r"^ *limit_conn \S+ (\d+);$",
-    "accounts": r"!= \{ root, (shufl, [\w-]+) \} ",
+    "local_port": r"(?:tcp dport |127\.0\.0\.1:|--port )([1-9][0-9]{0,4})",
+    "connections": r"^ *limit_conn \S+ (10000|[1-9][0-9]{0,3});$",
+    "accounts": r"!= \{ root, (shufl, [a-z_][a-z0-9_-]*) \} ",
     "superlink": r" --superlink '?([A-Za-z0-9.:[\]-]+)'? --port ",
     "run": r" --on ([A-Za-z0-9-]+) --continue$",
 }
 """What differs from site to site, where a site's own files say it."""
 
-_FREE = {
-    "nginx.conf": re.compile(r"^[ \t]*listen [\w.:*[\] =-]+;\n", re.M),
-    ".service": re.compile(r"^(?:TimeoutStopSec=\d+|Description=.*)\n", re.M),
-}
-"""Lines of a file that may say anything, by its name or suffix."""
+_LISTEN = r"(?:\[::\]:\d{1,5} ipv6only=off|(?:0\.0\.0\.0|127\.0\.0\.1):\d{1,5})"
+_ABOUT = r"[A-Za-z' ,-]+ of [A-Za-z0-9-]+ \([A-Za-z0-9-]+\)"
+_FREE = re.compile(
+    rf"^( +listen ){_LISTEN}(?=;$| ssl;$)|^(Description=){_ABOUT}$|^(TimeoutStopSec=)\d+$",
+    re.ASCII | re.MULTILINE,
+)
+"""Values that are not compared, in the forms that they have."""
 
 
 def template(name: str, /, **values: object) -> str:
@@ -81,10 +83,18 @@ def changed(folder: Path, role: str) -> Iterator[str]:
     """What root runs or reads of a site's folder and this release makes otherwise: file and line.
 
     The site's own values are taken from these files, if they have the form of such a value.
+
+    Raises:
+        OSError: the folder or such a file cannot be read.
+        ValueError: such a file is not text.
     """
-    names = "install.sh", "nginx.conf", "nftables.conf", "*.service"
-    paths = sorted(path for name in names for path in folder.glob(name))
-    ours = {path.name: _bound(path.name, path.read_bytes().decode()) for path in paths}
+    names = "install.sh", "nginx.conf", "nftables.conf"
+    there = sorted(folder.iterdir())
+    paths = [path for path in there if path.name in names or path.name.endswith(".service")]
+    if links := [path.name for path in paths if path.is_symlink()]:
+        yield f"{links[0]}: a link"
+        return
+    ours = {path.name: _bound(path.read_bytes().decode()) for path in paths}
     text = "".join(ours.values())
     found = {name: re.search(form, text, re.M) for name, form in _VALUES.items()}
     own = {name: match[1] if match else "0" for name, match in found.items()}
@@ -97,15 +107,17 @@ def changed(folder: Path, role: str) -> Iterator[str]:
         "shuffler": (ShufflerEntry.model_construct().process,),
         "node": NodeEntry.model_construct(port=port).processes(own["superlink"], 0.0),
     }
-    free = dict.fromkeys(("site", "deployment", "listen"), "0")
+    free = {"site": "0", "deployment": "0", "listen": "127.0.0.1:1"}
     made = made_of(CONF_OF[role], processes[role], own | free)
-    for name, text in ours.items():
-        lines = zip_longest(text.split("\n"), _bound(name, made.get(name, "")).split("\n"))
+    for name in sorted(ours.keys() | made.keys()):
+        if name not in ours or name not in made:
+            yield f"{name}: {'no such file is made' if name in ours else 'missing'}"
+            continue
+        lines = zip_longest(ours[name].split("\n"), _bound(made[name]).split("\n"))
         if differ := [line for line, other in lines if line != other]:
             yield f"{name}: {differ[0]!r:.100}"
 
 
-def _bound(name: str, text: str) -> str:
-    """A file without the lines that are free."""
-    free = _FREE.get(name) or _FREE.get(Path(name).suffix)
-    return free.sub("", text) if free else text
+def _bound(text: str) -> str:
+    """A file without the values that are not compared."""
+    return _FREE.sub(lambda match: "".join(filter(None, match.groups())), text)

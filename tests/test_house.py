@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = {
     "accounting": 3819,
     "clients": 1198,
-    "deploy": 2270,
+    "deploy": 2294,
     "learning": 3186,
     "protocol": 1205,
     "results": 1352,
     "server": 1137,
     "shuffler": 3033,
     "simulator": 2884,
-    "src": 1843,
+    "src": 1842,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

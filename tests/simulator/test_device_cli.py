@@ -10,7 +10,7 @@ import tomllib
 import pytest
 import tomli_w
 
-from deployment_world import deployment_of
+from deployment_world import deployment_of, moved
 from rounds import make_plan
 from run_world import invoke, refused, told
 from shufl.cli.__main__ import app
@@ -72,7 +72,7 @@ class Ward:
 
     def __init__(self, folder, sites):
         self.folder, self.new = folder / "shufl", folder / "new"
-        shutil.copytree(sites / "before/ward-1", self.folder)
+        moved(sites / "before/ward-1", self.folder, sites / "s/ward-1")
         shutil.copytree(sites / "new", self.new)
         self.run, self.device = self.folder / "run.toml", self.folder / "device.toml"
         self.plan, self.next_plan = (

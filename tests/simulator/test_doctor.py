@@ -23,7 +23,7 @@ import pytest
 from cryptography import x509
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployment_world import deployment_of
+from deployment_world import deployment_of, moved
 from ports import free_port
 from run_world import LIMIT, invoke, refused, shufl, wait_until
 from shuffler_world import ShufflerHere, plan
@@ -55,7 +55,7 @@ def sites(tmp_path_factory):
 
 @pytest.fixture
 def node(sites, tmp_path):
-    return shutil.copytree(sites / "ward-1", tmp_path / "n")
+    return moved(sites / "ward-1", tmp_path / "n")
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def answering(address, keys, name="shuffler-1", handler=http.server.BaseHTTPRequ
 
 def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_path):
     """A shuffler that is down, nginx that is down, and another program in their place."""
-    shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
+    shuffler = moved(sites / "shuffler-1", tmp_path / "n")
     listen = load_config(shuffler / "shuffler.toml").listen
     proxy = free_port()
     nginx = shuffler / "nginx.conf"
@@ -222,14 +222,14 @@ def test_who_is_not_there_and_who_has_taken_a_port_is_told_at_home(sites, tmp_pa
                 f"listen [::1]:1;\n{here}",
             ):
                 nginx.write_text(re.sub(r"^ *listen [^;]+;", line, text, flags=re.MULTILINE))
-                assert found() == {}, line
+                assert found().keys() == {"files for root"}, line
 
 
 def installed(site, folder, monkeypatch):
     """A copy of a site on which install.sh has run, with another /etc and accounts of nobody."""
     etc, programs = folder / "etc", folder / "programs"
     monkeypatch.setattr("shufl.deploy.doctor._ETC", etc)
-    place = shutil.copytree(site, folder / "shufl")
+    place = moved(site, folder / "shufl")
     (place / ".venv").mkdir()
     programs.mkdir()
     for name in ("getent", "id", "chown", "chmod", "nft", "systemctl", "setpriv", "stat"):
@@ -290,17 +290,71 @@ def test_what_root_has_is_compared_with_what_lies_in_the_folder(sites, tmp_path,
         ("ward-1", "nftables.conf", "root, shufl-app", "root, shufl, another"),
         ("server", "nftables.conf", "www-data", "www-data, another"),
         ("ward-1", "shufl-own.service", "", "[Service]\nExecStart=/bin/true\n"),
+        ("ward-1", "shufl-node.service", ")\nAfter=", ") \\\nAfter="),
+        ("ward-1", "shufl-node.service", ")\nAfter=", ")\rExecStartPre=+/bin/true\nAfter="),
+        ("ward-1", "shufl-own.service", "", "Description=Its own of ward-1 (wards)\n"),
+        ("ward-1", "shufl-own.service", "", ""),
+        ("server", "shufl-run.service", "TimeoutStopSec=", "TimeoutStopSec=9\nTimeoutStopSec="),
+        ("server", "shufl-run.service", None, None),
+        ("server", "nftables.conf", None, None),
+        ("shuffler-1", "nginx.conf", None, None),
+        ("server", "nftables.conf", "www-data", "0-65535"),
+        ("shuffler-1", "nginx.conf", ":10m;", ":10m;\n    listen 9;"),
+        ("server", "nginx.conf", "    listen ", "    listen unix:/srv/own"),
+        ("server", "nginx.conf", "    listen ", "    listen 0.0.0.0:9;\n    listen "),
+        ("shuffler-1", "nginx.conf", " 64;", " 10001;"),
     ],
 )
 def test_nothing_is_slipped_in_that_root_would_run(sites, tmp_path, site, name, old, new):
     """Before install.sh is run, by whoever sends a site's folder."""
-    folder = shutil.copytree(sites / site, tmp_path / "n")
+    folder = moved(sites / site, tmp_path / "n")
     assert [*changed(folder, role_of(folder))] == []
     path = folder / name
     text = path.read_text() if path.exists() else ""
-    path.write_bytes(text.replace(old, new, 1).encode())
+    path.unlink(missing_ok=True)
+    if new is not None:
+        path.write_bytes(text.replace(old, new, 1).encode())
     (line,) = changed(folder, role_of(folder))
     assert line.startswith(f"{name}: ")
+
+
+def test_a_port_in_octal_and_a_link_are_none_of_ours(sites, tmp_path):
+    folder = moved(sites / "ward-1", tmp_path / "n")
+    port = re.search(r"dport (\d+) reject", (folder / "nftables.conf").read_text())[1]
+    for path in (*folder.glob("*.service"), folder / "nftables.conf"):
+        path.write_text(path.read_text().replace(port, f"0{port}"))
+    assert [*changed(folder, "node")]
+    folder = moved(sites / "ward-1", tmp_path / "m")
+    (folder / "install.sh").rename(tmp_path / "install.sh")
+    (folder / "install.sh").symlink_to(tmp_path / "install.sh")
+    assert [*changed(folder, "node")] == ["install.sh: a link"]
+    (folder / "install.sh").unlink()
+    (folder / "install.sh").symlink_to(tmp_path / "gone")
+    assert [*changed(folder, "node")] == ["install.sh: a link"]
+
+
+def test_code_of_a_folder_is_played_by_its_owner_alone_and_after_the_look_for_root(
+    sites, node, monkeypatch
+):
+    (node / "evil.py").write_text("from pathlib import Path\nPath(__file__ + '.played').touch()")
+    file, played = node / "node.toml", node / "evil.py.played"
+    file.write_text(file.read_text().replace('"simulated"', '"evil:records"'))
+
+    def found():
+        return troubles(node)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.geteuid", lambda: node.stat().st_uid + 1)
+        assert found()["model and records"].fix.startswith("after install.sh, sudo -u shufl ")
+    script = node / "install.sh"
+    text = script.read_text()
+    script.write_text(f"{text}true\n")
+    assert found()["model and records"].trouble.startswith("not looked at: evil:records is code")
+    assert not played.exists()
+    script.write_text(text)
+    assert "not looked at" not in found()["model and records"].trouble and played.exists()
+    said = troubles(shutil.copytree(node, node.parent / "o"))["files for root"]
+    assert said.trouble == f"they are for the folder {node}, this is {node.parent / 'o'}"
 
 
 def in_a_network_of_its_own(act):
@@ -322,8 +376,6 @@ def test_a_firewall_that_is_not_loaded_is_found_whoever_looks(sites, tmp_path, m
     """Also where a process listens on all addresses, the one that the firewall answers for too."""
     server, install = installed(sites / "server", tmp_path, monkeypatch)
     port = flower_connection(server)[1].split(":")[1]
-    rules = server / "nftables.conf"
-    rules.write_text(rules.read_text().replace("shufl, www-data", "64000, 33"))
     install()
     loaded = tmp_path / "etc/shufl/shufl.nft"
 
@@ -335,7 +387,8 @@ def test_a_firewall_that_is_not_loaded_is_found_whoever_looks(sites, tmp_path, m
 
     def act():
         before = [*found()]
-        subprocess.run(["nft", "--file", str(loaded)], check=True)
+        numbered = loaded.read_text().replace("shufl, www-data", "64000, 33")
+        subprocess.run(["nft", "--file", "-"], input=numbered, text=True, check=True)
         then = [*found()]
         subprocess.run(["nft", "flush", "ruleset"], check=True)
         return before, then, [*found()]
@@ -348,7 +401,7 @@ def test_a_firewall_that_is_not_loaded_is_found_whoever_looks(sites, tmp_path, m
 
 
 def test_a_full_disk_of_the_reports_is_not_that_of_the_folder(sites, tmp_path, monkeypatch):
-    shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
+    shuffler = moved(sites / "shuffler-1", tmp_path / "n")
     file = shuffler / "shuffler.toml"
     file.write_text(re.sub("directory = .*", 'directory = "/elsewhere/state"', file.read_text()))
     usage, free = shutil.disk_usage, {"/": 28_000}
@@ -399,7 +452,7 @@ def test_a_shuffler_whose_disk_is_full_is_told_to_whoever_asks(sites, tmp_path):
 
 
 def test_a_servers_test_records_are_looked_for(sites, tmp_path):
-    server = shutil.copytree(sites / "server", tmp_path / "n")
+    server = moved(sites / "server", tmp_path / "n")
     file = server / "run.toml"
     text, table = file.read_text(), '{file = "gone.csv", user = "u", label = "y"}'
     for dataset, said in (
@@ -510,7 +563,7 @@ def test_metrics_are_those_of_the_site(sites, node, tmp_path):
     assert found["shufl_device_epsilon",] == 0
     assert found["shufl_device_epsilon_most",] == limits.most_epsilon
 
-    server = shutil.copytree(sites / "server", tmp_path / "s")
+    server = moved(sites / "server", tmp_path / "s")
     assert not [name for name, *_ in metrics_of(server) if name.startswith("shufl_run")]
     plan = agreed_plan(load(str(server / "run.toml")))
     run = server / "runs/one"
@@ -600,7 +653,7 @@ def test_a_certificate_that_has_ended_and_a_clock_that_is_wrong_are_told(
 
 
 def test_a_server_that_was_told_of_too_few_nodes_is_found(sites, tmp_path):
-    server = shutil.copytree(sites / "server", tmp_path / "n")
+    server = moved(sites / "server", tmp_path / "n")
     agreed = server / "nodes/agreed.toml"
     agreed.write_text("nodes = []")
     assert "no node was agreed" in troubles(server)["nodes"].trouble
@@ -707,7 +760,7 @@ def test_a_shuffler_without_a_certificate_is_one_line(tmp_path, tls, message):
 
 
 def test_a_limit_that_is_none_does_not_hide_what_else_is_found(sites, tmp_path):
-    shuffler = shutil.copytree(sites / "shuffler-1", tmp_path / "n")
+    shuffler = moved(sites / "shuffler-1", tmp_path / "n")
     file = shuffler / "shuffler.toml"
     file.write_text(file.read_text().replace("[limits]", "[limits]\nusers = 0"))
     found = {each.what: each.trouble for each in examine(shuffler)}
@@ -717,7 +770,7 @@ def test_a_limit_that_is_none_does_not_hide_what_else_is_found(sites, tmp_path):
 
 @pytest.mark.parametrize("content", ["", "superlink = 3", '[superlink]\ndefault = ["x"]'])
 def test_a_server_that_does_not_know_its_superlink_is_one_line(sites, tmp_path, content):
-    server = shutil.copytree(sites / "server", tmp_path / "n")
+    server = moved(sites / "server", tmp_path / "n")
     (server / "flower/config.toml").write_text(content)
     with pytest.raises(ConfigError, match="must have the SuperLink's address"):
         examine(server)

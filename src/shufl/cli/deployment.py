@@ -145,7 +145,6 @@ def doctor_command(
     """
     from shufl.deploy.doctor import examine
 
-    make_importable([folder])
     with options.failing(OSError, ValueError):
         findings = examine(folder)
     if json:
