@@ -631,7 +631,7 @@ def test_a_second_run(they):
     they.type("server", "systemctl start shufl-run")
     wait_until(lambda: not they.runs("shufl-run"), "the run's end")
     (folder,) = they["server"].path("runs").glob("wards-2-*")
-    assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "budget"
+    assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "rounds"
     assert (folder / "score_epsilon.png").exists() and len(they.rows) == 2
     spent = json.loads(
         they["ward-1"].run("sudo -u shufl .venv/bin/shufl device status device.toml --json")
