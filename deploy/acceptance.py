@@ -85,7 +85,7 @@ def acceptance(new: Path, folder: Path) -> Acceptance:
     if not begun:
         runs.append(RunOffered(len(runs) + 1, "", plan, rounds_within_budget(plan)))
     total, raised = math.fsum(map(limits.charge, runs)), dict[str, Any]()
-    if limits.most_epsilon < total < math.inf:
+    if not begun and limits.most_epsilon < total < math.inf:
         raised["most_epsilon"] = enough(total)
     if limits.plans and plan.digest() not in limits.plans:
         raised["plans"] = [plan.digest(), *limits.plans]

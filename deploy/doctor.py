@@ -162,7 +162,7 @@ class _Examination:
 
     def _check_code(self, names: Sequence[str]) -> None:
         if own := [name for name in names if ":" in name and not self._plays_code]:
-            why = "which runs if files for root are well, and as the folder's owner alone"
+            why = "which runs where files for root are ok, and as the folder's owner alone"
             again = "after install.sh, sudo -u shufl .venv/bin/shufl doctor ."
             raise _Trouble(f"not looked at: {own[0]} is code, {why}", again)
 

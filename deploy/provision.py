@@ -1,7 +1,7 @@
 """`shufl provision`: one folder for each site of a deployment, and certificates for what they ask.
 
 It may be run again at any time, and makes what is missing: a new node's folder, a certificate for
-a request that has come. Files that are others by now are made anew, unless somebody has changed
+a request that has come. Files that are out of date are written again, unless somebody has edited
 them.
 """
 

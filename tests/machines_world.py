@@ -23,7 +23,6 @@ TOOLS = {
     "debootstrap": "debootstrap",
     "buildah": "buildah",
     "ip": "iproute2",
-    "mkfs.ext4": "e2fsprogs",
 }
 """Programs that are needed here, with the packages of Debian that have them."""
 

@@ -21,7 +21,7 @@ MOST_LINES = {
     "server": 1137,
     "shuffler": 3033,
     "simulator": 2884,
-    "src": 1842,
+    "src": 1843,
 }
 """Lines of code: no blank lines, comments and docstrings. A commit that raises one says why."""
 ROOMS = sorted({*MOST_LINES, "configs"} - {"src"})

@@ -1,7 +1,8 @@
 """Six machines, from nothing to the plot, and what befalls them: `make machines`.
 
 Each test plays what its first line says; docs/deployment.md lists these lines. They follow one
-another: what one leaves, the next finds. Every command that an operator types stands in a page.
+another: what one leaves, the next finds. `Operators.type` types commands of the pages alone;
+`Machine.run` is what befalls a machine, and what a page leaves to whoever reads it.
 """
 
 import json
@@ -24,7 +25,6 @@ from machines_world import (
     Containers,
     Machines,
     here,
-    missing,
     wait_until,
 )
 from shufl.shuffler.credentials import fingerprint_of
@@ -264,8 +264,6 @@ class Operators:
 @pytest.fixture(scope="module")
 def they():
     """The operators, before machines that were just switched on."""
-    if lacking := missing():
-        pytest.exit(lacking, 2)
     machines = Machines("authority", "server", "shuffler-1", *WARDS, ipv6_only=["ward-3"])
     for machine in machines:
         machine.boot()
@@ -293,7 +291,7 @@ def test_provision(they):
 
 
 def test_services(they):
-    """Every service starts by the README.md of its site; a hospital types seven commands."""
+    """Every service starts by the README.md of its site; a hospital types seven at most."""
     they["shuffler-1"].run("sed -i 's/^# metrics/metrics/' shuffler.toml")
     for name, unit in (("shuffler-1", "shufl-shuffler"), ("server", "shufl-superlink")):
         they.install(name)
@@ -408,7 +406,7 @@ def test_shufflers_disk(they):
 
 
 def test_servers_disk(they):
-    """A run whose disk is full ends in one line, and loses no round; with room it goes on."""
+    """A run whose disk is full says so and ends; with room it goes on, and forgets no round."""
     spent, ended = they.rows, "error: the run's disk is full; "
     they["server"].run("cat /dev/zero > /full || true")
     wait_until(lambda: ended in they["server"].run("journalctl --unit shufl-run"), "the run's end")
@@ -428,7 +426,7 @@ def test_nodes_disk(they):
 
 
 def test_power(they):
-    """All machines lose their power, and boot in any order; the run goes on, and nobody types."""
+    """All machines lose power, and boot in another order; the run goes on, and nobody types."""
     spent = they.rows
     for machine in they.machines:
         machine.power_off()
@@ -470,7 +468,7 @@ def test_a_node_more(they):
 
 def test_renewal(they):
     """Certificates are renewed amid the run, and nobody is let in by the old ones."""
-    they["ward-1"].run("cp -r . /root/before")
+    they["ward-1"].run("cp -r . /var/tmp/before")
     old = {name: they.fingerprint(name) for name in ("ward-1", "shuffler-1", "server")}
     for name in old:
         they.type(name, f"sudo -u shufl .venv/bin/shufl keys renew keys --name {name}")
@@ -482,14 +480,14 @@ def test_renewal(they):
         assert they.fingerprint(name) != old[name]
     they.withdraw(old["ward-1"], old["server"])
     they.wait_for_round(they.present)
-    said = they["ward-1"].run(".venv/bin/shufl doctor /root/before", check=False)
+    said = they["ward-1"].run(".venv/bin/shufl doctor /var/tmp/before", check=False)
     assert "takes no calls with this certificate" in said
 
 
 def test_a_stolen_key(they):
     """A stolen key is withdrawn: its node comes back with another, and the thief is refused."""
     stolen = they.fingerprint("ward-2")
-    they["ward-2"].run("cp -r . /root/thief")
+    they["ward-2"].run("cp -r . /var/tmp/thief")
     said = they.type("authority", "shufl provision deployment.toml --forget ward-2")
     assert stolen in said
     they.withdraw(stolen)
@@ -500,12 +498,12 @@ def test_a_stolen_key(they):
     they.bring_back("ward-2")
     they.type("ward-2", "sudo sh install.sh")
     they.wait_for_round(they.present)
-    said = they["ward-2"].run(".venv/bin/shufl doctor /root/thief", check=False)
+    said = they["ward-2"].run(".venv/bin/shufl doctor /var/tmp/thief", check=False)
     assert "takes no calls with this certificate" in said
 
 
 def test_a_node_less(they):
-    """A node that is withdrawn gets no model, and its reports are refused."""
+    """A node that is withdrawn is unregistered, and the shuffler takes no calls of it."""
     deployment, entry = they["authority"].path("deployment.toml"), node_entry("ward-2")
     deployment.write_text(deployment.read_text().replace(entry, f"{entry}withdrawn = true\n"))
     they.type("authority", "shufl provision deployment.toml")
@@ -546,12 +544,12 @@ def test_a_shufflers_new_disk(they):
 
 def test_a_nodes_backup(they):
     """A node without its ledger takes no part; with one from a backup it is in again."""
-    they["ward-1"].run("cp -p device.db /root/device.db")
+    they["ward-1"].run("cp -p device.db /var/tmp/device.db")
     they.wait_for_round(they.present)
     they["ward-1"].run("systemctl stop shufl-node; rm device.db; systemctl start shufl-node")
     assert re.search("problem owner's limits.* is lost", they.doctor("ward-1"))
     they.wait_for_round(they.present - WARDS["ward-1"])
-    they["ward-1"].run("cp -p /root/device.db device.db")
+    they["ward-1"].run("cp -p /var/tmp/device.db device.db")
     they.type("ward-1", "sudo systemctl start shufl-node")
     they.wait_for_round(they.present)
 
@@ -559,24 +557,26 @@ def test_a_nodes_backup(they):
 def test_the_servers_backup(they):
     """Without Flower's database the server registers all anew; a run's old folder is refused."""
     stop = "systemctl stop shufl-run; systemctl stop shufl-superlink"
-    they["server"].run(f"{stop}; cp -rp runs /root/runs; rm flower/superlink.db*")
+    they["server"].run(f"{stop}; cp -rp runs /var/tmp/runs; rm flower/superlink.db*")
     they["server"].run("systemctl start shufl-superlink")
     registered = they.type("server", "sudo -u shufl .venv/bin/shufl register")
     assert len(re.findall("(?m)^registered ward-", registered)) == len(they.wards)
     they["server"].run("systemctl start shufl-run")
     they.wait_for_round(they.present)
-    they["server"].run("systemctl stop shufl-run; mv runs /root/newer; cp -rp /root/runs runs")
+    they["server"].run(
+        "systemctl stop shufl-run; mv runs /var/tmp/newer; cp -rp /var/tmp/runs runs"
+    )
     they["server"].run("systemctl start shufl-run")
     wait_until(lambda: not they.runs("shufl-run"), "the run's end")
     said = they["server"].run("journalctl --unit shufl-run --lines 3")
     assert "this round does not follow the last one" in said
-    they["server"].run("rm -r runs; mv /root/newer runs; systemctl start shufl-run")
+    they["server"].run("rm -r runs; mv /var/tmp/newer runs; systemctl start shufl-run")
     they.wait_for_round(they.present)
 
 
 def test_the_authoritys_backup(they):
     """The authority goes on from its backup: it knows every key, and signs nothing anew."""
-    they["authority"].run("cp -rp sites /root/sites; rm -r sites; cp -rp /root/sites sites")
+    they["authority"].run("cp -rp sites /var/tmp/sites; rm -r sites; cp -rp /var/tmp/sites sites")
     they.provision()
 
 
@@ -611,7 +611,7 @@ def test_a_second_run(they):
     text = run.read_text().replace('name = "wards"', 'name = "wards-2"')
     run.write_text(text.replace("rounds = 500", "rounds = 2").replace("r = 1.0", "r = 1.5"))
     said = they.type("authority", "shufl provision deployment.toml")
-    changed = dict(re.findall(r"(?m)^changed .*sites/(\S+): (.*?): send", said))
+    changed = dict(re.findall(r"(?m)^changed .*sites/(\S+): (.*)$", said))
     assert {"server", "shuffler-1", *they.wards} <= {*changed}
     for name in changed:
         for file in changed[name].split(", "):

@@ -159,6 +159,9 @@ def test_a_plan_that_is_accepted_is_the_nodes_and_its_owners_and_doctor_says_so(
     before = ward.files
     assert "accepted before; nothing is written" in ward.accept("--yes").stdout
     assert ward.files == before  # or who says yes once an hour would accept a run an hour
+    lowered = re.sub("most_epsilon = .*", "most_epsilon = 0.1", ward.device.read_text())
+    ward.device.write_text(lowered)
+    assert ward.accept("--yes").exit_code == 1 and ward.device.read_text() == lowered
 
 
 def test_whatever_is_accepted_is_shown(ward):

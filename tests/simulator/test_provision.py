@@ -706,8 +706,8 @@ def test_what_nobody_has_changed_is_made_anew_and_all_else_is_kept_and_named(bas
     assert provisioned(base, server=server).changed == {}
     configured(base)
     said = invoke("provision", base / "deployment.toml").stdout
-    told = "send these files to it; docs/second-run.md says what it does with them"
-    assert f"changed {sites}/ward-1: run.toml, shufl-node.service: {told}\n" in said
+    assert f"changed {sites}/ward-1: run.toml, shufl-node.service\n" in said
+    assert said.count("docs/second-run.md says what it does") == 1
     kept = rf"kept    {sites}/server/server.toml: .* to have it made anew, remove it and run this"
     assert re.search(kept, said)
     (sites / "server/server.toml").unlink()

@@ -46,9 +46,9 @@ def provision_command(
 ) -> None:
     """Make one folder for each site of a deployment, and sign the requests that have come.
 
-    Run it again whenever a node is added, a request has come or the run's configuration is another
-    one: it makes anew what it has made and nobody has changed. authority/log.jsonl has who signed
-    what, and when.
+    Run it again whenever a node is added, a request has come or the run's configuration has
+    changed: it writes files again that are out of date, unless somebody has edited them.
+    authority/log.jsonl has who signed what, and when.
     """
     from shufl.deploy.deployment import Deployment
     from shufl.deploy.provision import provision
@@ -85,8 +85,9 @@ def provision_command(
     for name, key in done.unapproved.items():
         typer.echo(f"not signed {name}: its key is {key}; --approve {name}=… what the party reads")
     for name, files in done.changed.items():
-        told = "send these files to it; docs/second-run.md says what it does with them"
-        typer.echo(f"changed {out / name}: {', '.join(files)}: {told}")
+        typer.echo(f"changed {out / name}: {', '.join(files)}")
+    if done.changed:
+        typer.echo("send each site what changed; docs/second-run.md says what it does with that")
     for name in done.kept:
         typer.echo(
             f"kept    {out / name}: the deployment's file says otherwise by now, and this one was "
